@@ -1,0 +1,326 @@
+"""Every user-facing key of this package, typed, and validated in one place.
+
+Two stages. `parse_sparse_offload` looks at the JSON alone: types, ranges, misspelt keys.
+`validate_sparse_offload` judges the result against what vLLM knows about the model and the engine. Neither
+imports torch or vLLM, so the platform, the CLI and the tests all apply the very same rules.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+SECTION = "sparse_kv_offload_config"
+"""Key of `--additional-config` under which all options of the sparse decode offload stand."""
+
+GIB = 1 << 30
+POLICIES = ("fifo", "clock", "rrip")
+WAYS = (16, 32)
+UNQUANTISED_CACHE_DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
+
+
+class ConfigError(ValueError):
+    """A setting that can't work. `str()` is one line: the key, its value, the rule it breaks and the fix.
+
+    Attributes: key (as the user spells it), value, rule, fix.
+    """
+
+    def __init__(self, key: str, value: object, rule: str, fix: str) -> None:
+        self.key, self.value, self.rule, self.fix = key, value, rule, fix
+        shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+        super().__init__(" ".join(f"{key}={shown}: {rule}. Fix: {fix}".split()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Workers send errors pickled; the default would call __init__ with the message alone.
+        return type(self), (self.key, self.value, self.rule, self.fix)
+
+
+@dataclass(frozen=True)
+class SparseOffloadConfig:
+    """Options of the sparse decode offload, as given under `sparse_kv_offload_config`.
+
+    enabled: turn the offload on for this engine.
+    topk_buffer_size: P, slots (tokens) of one request's hot pool, in each layer.
+    dram_size_per_dp_GB: host memory for the main KV of one DP rank, in GiB; its TP ranks share it.
+    keep_device_kv_cache: debugging only: keep the whole main KV on the device as well.
+    ways: W, slots of one set of the hot pool.
+    policy: which of a set's slots gives way to a missing row.
+    delivery: how attention gets the chosen rows; "in_place" reads them in the hot pool.
+    prefill_buffers: layer buffers that prefill streams through on an engine without KV transfer.
+    """
+
+    enabled: bool = False
+    topk_buffer_size: int = 4096
+    dram_size_per_dp_GB: int = 128
+    keep_device_kv_cache: bool = False
+    ways: int = 16
+    policy: str = "rrip"
+    delivery: str = "in_place"
+    prefill_buffers: int = 2
+
+    @property
+    def dram_bytes(self) -> int:
+        """Host memory for the main KV of one DP rank, in bytes."""
+        return self.dram_size_per_dp_GB * GIB
+
+    @property
+    def num_sets(self) -> int:
+        """S, sets of a row: a power of two once `validate_sparse_offload` has accepted the options."""
+        return self.topk_buffer_size // self.ways
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What vLLM knows and the rules need. Build it from the VllmConfig (or, in the CLI, from options).
+
+    index_topk: of the text config, None for a model without a sparse indexer.
+    kv_role: of the kv-transfer config, None for an engine without one (an aggregated engine).
+    kv_cache_dtype: vLLM's `cache_dtype` string.
+    num_kv_cache_groups: None while vLLM has not made them yet.
+    """
+
+    index_topk: int | None
+    block_size: int
+    max_num_seqs: int
+    has_compress_ratios: bool = False
+    num_speculative_tokens: int = 0
+    pipeline_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    dsa_context_parallel: bool = False
+    uses_v2_runner: bool = False
+    kv_cache_dtype: str = "auto"
+    kv_role: str | None = None
+    sleep_mode: bool = False
+    num_kv_cache_groups: int | None = None
+
+
+# ------------------------------------------------------------------------------------ stage 1: the JSON alone
+
+
+def parse_sparse_offload(additional_config: Mapping[str, object] | None) -> SparseOffloadConfig:
+    """Reads `sparse_kv_offload_config` out of vLLM's `--additional-config`.
+
+    Absent means disabled. Keys of `additional_config` that belong to others are left alone, except a
+    misspelling of our section's name, which would otherwise silently run without offload.
+    Raises ConfigError: wrong type, value out of range, unknown key.
+    """
+    if additional_config is None:
+        return SparseOffloadConfig()
+    if not isinstance(additional_config, Mapping):
+        raise ConfigError(
+            "additional_config", additional_config, "must be a JSON object", f'pass {{"{SECTION}": {{...}}}}'
+        )
+    if SECTION not in additional_config:
+        _refuse_misspelt_section(additional_config)
+        return SparseOffloadConfig()
+    section = additional_config[SECTION]
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            SECTION, section, "must be a JSON object", 'use {"enabled": true, ...}, or leave the key out'
+        )
+    for key in section:
+        if key not in _CHECKS:
+            raise _unknown_key(key, section[key])
+    return SparseOffloadConfig(**{key: _CHECKS[key](_name(key), value) for key, value in section.items()})
+
+
+def _name(key: str) -> str:
+    return f"{SECTION}.{key}"
+
+
+def _refuse_misspelt_section(additional_config: Mapping[str, object]) -> None:
+    for key in additional_config:
+        if difflib.get_close_matches(str(key), [SECTION], n=1, cutoff=0.85):
+            rule = f"no such key; did you mean {SECTION!r}?"
+            raise ConfigError(str(key), additional_config[key], rule, f"rename it to {SECTION!r}")
+
+
+def _unknown_key(key: object, value: object) -> ConfigError:
+    known = [field.name for field in fields(SparseOffloadConfig)]
+    close = difflib.get_close_matches(str(key).lower(), [name.lower() for name in known], n=1)
+    match = next((name for name in known if close and name.lower() == close[0]), None)
+    hint = f"; did you mean {match!r}?" if match else ""
+    fix = f"rename it to {match!r}" if match else f"remove it; the keys are {', '.join(known)}"
+    return ConfigError(_name(str(key)), value, f"no such key{hint}", fix)
+
+
+def _bool(key: str, value: object) -> bool:
+    # A quoted "false" is truthy in Python: taking it would switch the option on.
+    if not isinstance(value, bool):
+        raise ConfigError(
+            key, value, f"must be true or false, not a {type(value).__name__}", "write true or false"
+        )
+    return value
+
+
+def _int(low: int, high: int | None = None) -> Callable[[str, object], int]:
+    def check(key: str, value: object) -> int:
+        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        if isinstance(value, bool) or not isinstance(value, int):
+            kind = type(value).__name__
+            fix = f"write a whole number without quotes, {bounds}"
+            raise ConfigError(key, value, f"must be an integer, not a {kind}", fix)
+        if value < low or (high is not None and value > high):
+            nearest = low if high is None or value < low else high
+            raise ConfigError(key, value, f"must be {bounds}", f"set it to {nearest}")
+        return value
+
+    return check
+
+
+def _ways(key: str, value: object) -> int:
+    # Two widths only: 16 tags are one cache line, 32 tags two.
+    number = _int(1)(key, value)
+    if number not in WAYS:
+        raise ConfigError(
+            key, value, "must be 16 or 32", f"set it to {min(WAYS, key=lambda w: abs(w - number))}"
+        )
+    return number
+
+
+def _policy(key: str, value: object) -> str:
+    if not isinstance(value, str) or value not in POLICIES:
+        close = difflib.get_close_matches(str(value).lower(), POLICIES, n=1) or ["rrip"]
+        raise ConfigError(key, value, f"must be one of {', '.join(POLICIES)}", f'set it to "{close[0]}"')
+    return value
+
+
+def _delivery(key: str, value: object) -> str:
+    if value == "compact":
+        raise ConfigError(
+            key, value, "this delivery is not available yet", 'set it to "in_place" or leave it out'
+        )
+    if value != "in_place":
+        raise ConfigError(key, value, 'must be "in_place"', 'set it to "in_place" or leave it out')
+    return "in_place"
+
+
+_CHECKS: dict[str, Callable[[str, object], Any]] = {
+    "enabled": _bool,
+    "topk_buffer_size": _int(1),
+    "dram_size_per_dp_GB": _int(1),
+    "keep_device_kv_cache": _bool,
+    "ways": _ways,
+    "policy": _policy,
+    "delivery": _delivery,
+    "prefill_buffers": _int(2, 8),
+}
+
+
+# -------------------------------------------------------------------------------- stage 2: against the engine
+
+
+def validate_sparse_offload(config: SparseOffloadConfig, facts: EngineFacts) -> None:
+    """Checks enabled options against the model and the engine; disabled options are always accepted.
+
+    Raises ConfigError for the first rule broken, coarsest first: model, role, parallelism, engine, pool.
+    """
+    if not config.enabled:
+        return
+    _check_model(facts)
+    _check_role(facts)
+    _check_parallelism(facts)
+    _check_engine(facts)
+    check_hot_pool(config, facts)
+
+
+def _check_model(facts: EngineFacts) -> None:
+    key = _name("enabled")
+    if facts.index_topk is None:
+        rule = "the model has no index_topk: without a sparse indexer every step reads all of the KV"
+        raise ConfigError(
+            key, True, rule, f"set {key} to false, or serve a DSA model (DeepSeek-V3.2, GLM-5.x)"
+        )
+    if facts.has_compress_ratios:
+        rule = "the model has compress_ratios; compressed KV caches are not supported"
+        raise ConfigError(key, True, rule, f"set {key} to false for this model")
+    if facts.num_kv_cache_groups is not None and facts.num_kv_cache_groups != 1:
+        rule = (
+            f"the model has {facts.num_kv_cache_groups} KV cache groups; a hybrid KV cache is not supported"
+        )
+        raise ConfigError(key, True, rule, f"set {key} to false for this model")
+
+
+def _check_role(facts: EngineFacts) -> None:
+    key = _name("enabled")
+    if facts.kv_role == "kv_producer":
+        rule = "a prefill engine (kv_role=kv_producer) can't use the sparse decode offload"
+        fix = (
+            f"remove {SECTION} from the prefill engine, and set it on the decode engine (kv_role=kv_consumer)"
+        )
+        raise ConfigError(key, True, rule, fix)
+    if facts.kv_role not in (None, "kv_consumer"):
+        rule = f"kv_role={facts.kv_role} is a producer too; it must be kv_consumer, or no KV transfer at all"
+        raise ConfigError(key, True, rule, "set kv_role to kv_consumer, or drop --kv-transfer-config")
+
+
+def _check_parallelism(facts: EngineFacts) -> None:
+    for option, size in (
+        ("pipeline_parallel_size", facts.pipeline_parallel_size),
+        ("prefill_context_parallel_size", facts.prefill_context_parallel_size),
+        ("decode_context_parallel_size", facts.decode_context_parallel_size),
+    ):
+        if size != 1:
+            fix = f"set --{option.replace('_', '-')} 1 and use tensor or data parallelism"
+            raise ConfigError(option, size, f"must be 1 with {SECTION}", fix)
+    if facts.dsa_context_parallel:
+        raise ConfigError("dsa_context_parallel", True, f"must be off with {SECTION}", "turn DSA-CP off")
+
+
+def _check_engine(facts: EngineFacts) -> None:
+    if facts.uses_v2_runner:
+        rule = f"{SECTION} needs model runner V1"
+        raise ConfigError("VLLM_USE_V2_MODEL_RUNNER", True, rule, "set VLLM_USE_V2_MODEL_RUNNER=0")
+    if facts.kv_cache_dtype not in UNQUANTISED_CACHE_DTYPES:
+        rule = f"the main KV cache must be in the model's 16 or 32 bit type with {SECTION}"
+        raise ConfigError("kv_cache_dtype", facts.kv_cache_dtype, rule, "set --kv-cache-dtype auto")
+    if facts.sleep_mode:
+        rule = f"sleep mode frees device memory that the hot pools of {SECTION} live in"
+        raise ConfigError("enable_sleep_mode", True, rule, "drop --enable-sleep-mode")
+    if facts.max_num_seqs < 1:
+        raise ConfigError(
+            "max_num_seqs", facts.max_num_seqs, "must be at least 1", "set --max-num-seqs 1 or more"
+        )
+    if facts.block_size < 1 or facts.block_size & (facts.block_size - 1):
+        # A hot pool has a power of two of slots, so only such blocks can divide it.
+        suggestion = 1 << max(facts.block_size.bit_length() - 1, 4) if facts.block_size > 0 else 128
+        rule = f"must be a power of two with {SECTION}"
+        raise ConfigError("block_size", facts.block_size, rule, f"set --block-size {suggestion}")
+
+
+def check_hot_pool(config: SparseOffloadConfig, facts: EngineFacts) -> None:
+    """The rules of the hot pool's size: big enough for one step (I-4), whole blocks, a power of two of sets.
+
+    Raises ConfigError on `topk_buffer_size`, with the nearest values that satisfy all three.
+    """
+    size, ways, topk = config.topk_buffer_size, config.ways, facts.index_topk or 0
+    queries = 1 + facts.num_speculative_tokens
+    need = queries * topk
+    if size < need:
+        rule = f"must be at least {need} = (1 + {queries - 1} speculative tokens) * index_topk {topk}"
+    elif size % facts.block_size:
+        rule = f"must be divisible by block_size {facts.block_size}"
+    elif size % ways or not _is_power_of_two(size // ways):
+        rule = f"topk_buffer_size / ways ({ways}) must be a power of two"
+    else:
+        return
+    valid = valid_buffer_sizes(size, ways, max(need, facts.block_size))
+    raise ConfigError(_name("topk_buffer_size"), size, rule, f"set it to {' or '.join(map(str, valid))}")
+
+
+def valid_buffer_sizes(size: int, ways: int, least: int) -> list[int]:
+    """Valid hot-pool sizes of at least `least` tokens nearest to `size`: one below and one above, if any."""
+    above = ways
+    while above < max(size, least):
+        above *= 2
+    if above == size:
+        return [size]
+    below = above // 2
+    return [below, above] if below >= max(least, ways) else [above]
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0

@@ -1,0 +1,273 @@
+"""The one capacity formula of the sparse decode offload (I-8): what fits, on the device and in host memory.
+
+The device holds, next to one indexer block per KV block, costs that don't grow with the number of blocks: the
+hot pools, their residency metadata, the plan's output and, on an aggregated engine, the buffers that prefill
+streams through. The host holds one main block per KV block. Whichever runs out first sets the number of
+blocks. The scheduler's blocks, the pools' sizes and `kvoffload size` all come from here; nothing else decides
+what fits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from vllm_kvoffload.config import GIB, SECTION, ConfigError
+from vllm_kvoffload.geometry import KVGeometry
+
+_TAG_BYTES = 4
+_AGE_BYTES = 1
+_HAND_BYTES = 1
+_HIGH_BYTES = 4
+_INDEX_BYTES = 4
+_PLAN_STATS_BYTES = 48  # six int64 counters
+
+
+class CapacityError(ConfigError):
+    """The budgets can't hold even one request of max_model_len."""
+
+
+@dataclass(frozen=True)
+class CapacityInputs:
+    """Everything the formula depends on.
+
+    device_bytes: A, what the device can give to KV in all. dram_bytes: host memory for the main KV.
+    max_num_seqs: R, rows of the hot pools. topk_buffer_size: P, slots of a row. ways: W, slots of a set.
+    prefill_buffers: layer buffers of max_model_len tokens that prefill streams through on an aggregated
+    engine; 0 on
+        an engine that gets its KV by transfer.
+    keep_device: the whole main KV stays on the device as well (`keep_device_kv_cache`).
+    """
+
+    geometry: KVGeometry
+    block_size: int
+    device_bytes: int
+    dram_bytes: int
+    max_num_seqs: int
+    max_model_len: int
+    topk_buffer_size: int
+    ways: int = 16
+    prefill_buffers: int = 0
+    keep_device: bool = False
+
+    @property
+    def hot_bytes(self) -> int:
+        """The hot pools: R rows of P slots in each layer with a main KV cache."""
+        geometry = self.geometry
+        return self.max_num_seqs * self.topk_buffer_size * geometry.main_row_bytes * geometry.num_layers
+
+    @property
+    def residency_bytes(self) -> int:
+        """Tag and age of every slot, hand of every set, highest length of every row, for each index group."""
+        sets = self.topk_buffer_size // self.ways
+        row = self.topk_buffer_size * (_TAG_BYTES + _AGE_BYTES) + sets * _HAND_BYTES + _HIGH_BYTES
+        return len(self.geometry.groups) * self.max_num_seqs * row
+
+    @property
+    def plan_bytes(self) -> int:
+        """The plan's output, one set of buffers for all groups: a slot per choice, and the misses with their slots."""
+        queries = 1 + self.geometry.num_speculative_tokens
+        choices = self.max_num_seqs * queries * self.geometry.index_topk
+        per_token_and_row = self.max_num_seqs * (queries + 1)  # new_slots, miss_counts
+        return _INDEX_BYTES * (3 * choices + per_token_and_row) + _PLAN_STATS_BYTES
+
+    @property
+    def staging_bytes(self) -> int:
+        """The prefill buffers, each of one layer's main KV of a request of max_model_len, in whole blocks."""
+        tokens = self.blocks_for(self.max_model_len) * self.block_size
+        return self.prefill_buffers * tokens * self.geometry.main_row_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Device bytes that don't depend on the number of blocks."""
+        return self.hot_bytes + self.residency_bytes + self.plan_bytes + self.staging_bytes
+
+    @property
+    def indexer_bytes_per_block(self) -> int:
+        """The indexer keys of one block, over all layers that have them."""
+        return self.block_size * self.geometry.indexer_bytes_per_token
+
+    @property
+    def host_bytes_per_block(self) -> int:
+        """The main KV of one block, over all layers."""
+        return self.block_size * self.geometry.main_bytes_per_token
+
+    @property
+    def device_bytes_per_block(self) -> int:
+        """What one block costs on the device."""
+        return self.indexer_bytes_per_block + (self.host_bytes_per_block if self.keep_device else 0)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Whole blocks that this many tokens of one request need."""
+        return -(-tokens // self.block_size)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes needed on the device (for KV in all) and in host memory."""
+
+    device_bytes: int
+    dram_bytes: int
+
+    @property
+    def dram_gib(self) -> int:
+        """The smallest `dram_size_per_dp_GB` that has them."""
+        return -(-self.dram_bytes // GIB)
+
+
+@dataclass(frozen=True)
+class CapacityPlan:
+    """What fits. All `_bytes` are totals, but for the `_per_block` ones.
+
+    num_blocks: KV blocks, vLLM's null block included; tokens and baseline_tokens leave it out.
+    limit: which budget sets num_blocks. baseline_*: the same device budget without offload.
+    """
+
+    hot_bytes: int
+    residency_bytes: int
+    plan_bytes: int
+    staging_bytes: int
+    indexer_bytes_per_block: int
+    device_bytes_per_block: int
+    host_bytes_per_block: int
+    block_size: int
+    num_blocks: int
+    limit: Literal["device", "dram"]
+    device_limited_blocks: int
+    dram_limited_blocks: int
+    baseline_blocks: int
+    asymptotic_factor: float
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Device bytes that don't depend on the number of blocks."""
+        return self.hot_bytes + self.residency_bytes + self.plan_bytes + self.staging_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Device bytes in use, at most the budget."""
+        return self.fixed_bytes + self.num_blocks * self.device_bytes_per_block
+
+    @property
+    def host_bytes(self) -> int:
+        """Size of the host pool, at most the budget."""
+        return self.num_blocks * self.host_bytes_per_block
+
+    @property
+    def logical_bytes(self) -> int:
+        """What vLLM must believe to have: its own division by the page bytes of all caches then gives num_blocks."""
+        return self.num_blocks * (self.indexer_bytes_per_block + self.host_bytes_per_block)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that requests can hold."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def baseline_tokens(self) -> int:
+        """Tokens that requests could hold without offload."""
+        return max(self.baseline_blocks - 1, 0) * self.block_size
+
+    @property
+    def factor(self) -> float:
+        """Tokens with offload per token without it; infinite where nothing fits without."""
+        return self.tokens / self.baseline_tokens if self.baseline_tokens else math.inf
+
+
+def plan_capacity(inputs: CapacityInputs) -> CapacityPlan:
+    """The formula. Raises CapacityError when not even one request of max_model_len fits."""
+    _check_inputs(inputs)
+    device_limited = max(inputs.device_bytes - inputs.fixed_bytes, 0) // inputs.device_bytes_per_block
+    dram_limited = inputs.dram_bytes // inputs.host_bytes_per_block
+    least = inputs.blocks_for(inputs.max_model_len) + 1  # vLLM keeps block 0 as its null block
+    if device_limited < least:
+        raise _device_too_small(inputs)
+    if dram_limited < least:
+        raise _dram_too_small(inputs, dram_limited)
+    return CapacityPlan(
+        hot_bytes=inputs.hot_bytes,
+        residency_bytes=inputs.residency_bytes,
+        plan_bytes=inputs.plan_bytes,
+        staging_bytes=inputs.staging_bytes,
+        indexer_bytes_per_block=inputs.indexer_bytes_per_block,
+        device_bytes_per_block=inputs.device_bytes_per_block,
+        host_bytes_per_block=inputs.host_bytes_per_block,
+        block_size=inputs.block_size,
+        num_blocks=min(device_limited, dram_limited),
+        limit="device" if device_limited <= dram_limited else "dram",
+        device_limited_blocks=device_limited,
+        dram_limited_blocks=dram_limited,
+        baseline_blocks=inputs.device_bytes // (inputs.indexer_bytes_per_block + inputs.host_bytes_per_block),
+        asymptotic_factor=inputs.geometry.offload_factor,
+    )
+
+
+def required_budget(inputs: CapacityInputs, tokens: int) -> Budget:
+    """Exact budgets that hold `tokens` tokens (one byte less would not); `inputs`' own budgets are not looked at."""
+    blocks = inputs.blocks_for(tokens) + 1
+    return Budget(
+        device_bytes=inputs.fixed_bytes + blocks * inputs.device_bytes_per_block,
+        dram_bytes=blocks * inputs.host_bytes_per_block,
+    )
+
+
+def _check_inputs(inputs: CapacityInputs) -> None:
+    for key in ("block_size", "max_num_seqs", "max_model_len", "topk_buffer_size", "ways"):
+        if getattr(inputs, key) < 1:
+            raise CapacityError(key, getattr(inputs, key), "must be at least 1", f"set {key} to 1 or more")
+    if inputs.topk_buffer_size % inputs.ways:
+        rule, fix = f"must be divisible by ways {inputs.ways}", "see valid_buffer_sizes"
+        raise CapacityError(f"{SECTION}.topk_buffer_size", inputs.topk_buffer_size, rule, fix)
+
+
+def _device_too_small(inputs: CapacityInputs) -> CapacityError:
+    need = required_budget(inputs, inputs.max_model_len).device_bytes
+    rule = (
+        f"one request of max_model_len {inputs.max_model_len} needs {need} bytes ({_gib(need)}): hot pools "
+        f"{_gib(inputs.hot_bytes)} ({SECTION}.topk_buffer_size {inputs.topk_buffer_size} * max_num_seqs "
+        f"{inputs.max_num_seqs}), metadata {_gib(inputs.residency_bytes + inputs.plan_bytes)}, prefill buffers "
+        f"{_gib(inputs.staging_bytes)} and {_gib(need - inputs.fixed_bytes)} of KV blocks"
+    )
+    fixes = [
+        f"raise the device's KV budget (gpu_memory_utilization or kv_cache_memory_bytes) to {need} bytes"
+    ]
+    seqs = _largest(inputs, "max_num_seqs")
+    length = _largest(inputs, "max_model_len")
+    if seqs:
+        fixes.append(f"lower max_num_seqs to {seqs}")
+    if length:
+        fixes.append(f"lower max_model_len to {length}")
+    return CapacityError("KV budget of the device", inputs.device_bytes, rule, ", or ".join(fixes))
+
+
+def _dram_too_small(inputs: CapacityInputs, blocks: int) -> CapacityError:
+    need = required_budget(inputs, inputs.max_model_len)
+    length = (blocks - 1) * inputs.block_size
+    rule = f"one request of max_model_len {inputs.max_model_len} needs {need.dram_bytes} bytes of host memory"
+    fix = f"set {SECTION}.dram_size_per_dp_GB to {need.dram_gib}"
+    if length > 0:
+        fix += f", or lower max_model_len to {length}"
+    return CapacityError(f"{SECTION}.dram_size_per_dp_GB", inputs.dram_bytes // GIB, rule, fix)
+
+
+def _largest(inputs: CapacityInputs, field: Literal["max_num_seqs", "max_model_len"]) -> int:
+    """The largest value of `field`, not above the given one, that the device budget holds; 0 if none does."""
+
+    def fits(value: int) -> bool:
+        trial = (
+            replace(inputs, max_num_seqs=value)
+            if field == "max_num_seqs"
+            else replace(inputs, max_model_len=value)
+        )
+        return required_budget(trial, trial.max_model_len).device_bytes <= inputs.device_bytes
+
+    low, high = 0, getattr(inputs, field)
+    while low < high:  # needs grow with either field, so bisection is exact
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return int(low)
+
+
+def _gib(number: int) -> str:
+    return f"{number / GIB:.2f} GiB"
