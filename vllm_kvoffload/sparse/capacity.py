@@ -66,7 +66,7 @@ class CapacityInputs:
 
     @property
     def plan_bytes(self) -> int:
-        """The plan's output, one set of buffers for all groups: a slot per choice, and the misses with their slots."""
+        """The plan's output, one set of buffers for all groups: slots of all choices, misses and their slots."""
         queries = 1 + self.geometry.num_speculative_tokens
         choices = self.max_num_seqs * queries * self.geometry.index_topk
         per_token_and_row = self.max_num_seqs * (queries + 1)  # new_slots, miss_counts
@@ -156,7 +156,7 @@ class CapacityPlan:
 
     @property
     def logical_bytes(self) -> int:
-        """What vLLM must believe to have: its own division by the page bytes of all caches then gives num_blocks."""
+        """What vLLM must believe to have: divided by the page bytes of all caches it gives num_blocks."""
         return self.num_blocks * (self.indexer_bytes_per_block + self.host_bytes_per_block)
 
     @property
@@ -204,7 +204,7 @@ def plan_capacity(inputs: CapacityInputs) -> CapacityPlan:
 
 
 def required_budget(inputs: CapacityInputs, tokens: int) -> Budget:
-    """Exact budgets that hold `tokens` tokens (one byte less would not); `inputs`' own budgets are not looked at."""
+    """Exact budgets for `tokens` tokens: one byte less would not do. The budgets in `inputs` don't matter."""
     blocks = inputs.blocks_for(tokens) + 1
     return Budget(
         device_bytes=inputs.fixed_bytes + blocks * inputs.device_bytes_per_block,
@@ -229,16 +229,16 @@ def _device_too_small(inputs: CapacityInputs) -> CapacityError:
         f"{inputs.max_num_seqs}), metadata {_gib(inputs.residency_bytes + inputs.plan_bytes)}, prefill buffers "
         f"{_gib(inputs.staging_bytes)} and {_gib(need - inputs.fixed_bytes)} of KV blocks"
     )
-    fixes = [
-        f"raise the device's KV budget (gpu_memory_utilization or kv_cache_memory_bytes) to {need} bytes"
-    ]
-    seqs = _largest(inputs, "max_num_seqs")
-    length = _largest(inputs, "max_model_len")
-    if seqs:
-        fixes.append(f"lower max_num_seqs to {seqs}")
-    if length:
-        fixes.append(f"lower max_model_len to {length}")
-    return CapacityError("KV budget of the device", inputs.device_bytes, rule, ", or ".join(fixes))
+    fixes = [f"raise --gpu-memory-utilization or --kv-cache-memory-bytes to give {need} bytes to KV"]
+    for name, field in (
+        (f"{SECTION}.topk_buffer_size", "topk_buffer_size"),
+        ("max_num_seqs", "max_num_seqs"),
+        ("max_model_len", "max_model_len"),
+    ):
+        value = _largest(inputs, field)
+        if value:
+            fixes.append(f"lower {name} to {value}")
+    return CapacityError("kv_cache_memory_bytes", inputs.device_bytes, rule, ", or ".join(fixes))
 
 
 def _dram_too_small(inputs: CapacityInputs, blocks: int) -> CapacityError:
@@ -251,22 +251,26 @@ def _dram_too_small(inputs: CapacityInputs, blocks: int) -> CapacityError:
     return CapacityError(f"{SECTION}.dram_size_per_dp_GB", inputs.dram_bytes // GIB, rule, fix)
 
 
-def _largest(inputs: CapacityInputs, field: Literal["max_num_seqs", "max_model_len"]) -> int:
-    """The largest value of `field`, not above the given one, that the device budget holds; 0 if none does."""
+def _largest(inputs: CapacityInputs, field: str) -> int:
+    """The largest valid value of `field`, below the given one, that the device budget holds; 0 if none."""
 
     def fits(value: int) -> bool:
-        trial = (
-            replace(inputs, max_num_seqs=value)
-            if field == "max_num_seqs"
-            else replace(inputs, max_model_len=value)
-        )
+        trial = replace(inputs, **{field: value})
         return required_budget(trial, trial.max_model_len).device_bytes <= inputs.device_bytes
 
-    low, high = 0, getattr(inputs, field)
+    if field == "topk_buffer_size":
+        least = (1 + inputs.geometry.num_speculative_tokens) * inputs.geometry.index_topk
+        size = inputs.topk_buffer_size // 2
+        while size >= max(least, inputs.block_size, inputs.ways):
+            if fits(size):
+                return size
+            size //= 2
+        return 0
+    low, high = 0, int(getattr(inputs, field)) - 1
     while low < high:  # needs grow with either field, so bisection is exact
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return int(low)
+    return low
 
 
 def _gib(number: int) -> str:
