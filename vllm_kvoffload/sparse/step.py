@@ -1,0 +1,75 @@
+"""What one engine step looks like to the offload code, and what attention gets from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The requests of one step, N of them with T query tokens in all.
+
+    Attributes:
+        query_start_loc: int32 [N+1], first query token of each request.
+        seq_lens: int32 [N], context length including this step's query tokens.
+        block_table: int32 [N, B] torch tensor, block of every ``block_size`` tokens.
+        slot_mapping: int64 [T], ``block * block_size + offset`` of every query token.
+        block_size: tokens per block.
+        req_ids: N request ids, empty where nobody needs them.
+    """
+
+    query_start_loc: Int32Array
+    seq_lens: Int32Array
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_size: int
+    req_ids: tuple[str, ...] = ()
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def query_lens(self) -> Int32Array:
+        return np.diff(self.query_start_loc)
+
+    @property
+    def computed(self) -> Int32Array:
+        """Tokens of each request whose KV existed before this step: its stable prefix."""
+        return self.seq_lens - self.query_lens
+
+
+@dataclass(frozen=True)
+class AttendPart:
+    """Some query tokens of a step, and the flat rows they attend to.
+
+    Attributes:
+        tokens: int64 [t], query tokens of the step.
+        rows: [N, D] key rows.
+        indices: int [t, K] row of every chosen position, -1 where there is none.
+    """
+
+    tokens: torch.Tensor
+    rows: torch.Tensor
+    indices: torch.Tensor
+
+
+class LayerKV(Protocol):
+    """The main KV of one layer, wherever it lives."""
+
+    def append(self, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Takes the step's new rows, [T, D]. The callee owns ``rows`` from here on."""
+
+    def parts(self, topk: torch.Tensor, batch: StepBatch) -> Iterator[AttendPart]:
+        """The step's query tokens with the rows of their choice, int32 [T, K] positions, -1 padded.
+
+        A part's rows stay valid until the next one is asked for.
+        """
