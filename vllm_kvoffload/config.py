@@ -133,7 +133,7 @@ def _name(key: str) -> str:
 
 def _refuse_misspelt_section(additional_config: Mapping[str, object]) -> None:
     for key in additional_config:
-        if difflib.get_close_matches(str(key), [SECTION], n=1, cutoff=0.85):
+        if difflib.get_close_matches(str(key), [SECTION], n=1, cutoff=0.8):
             rule = f"no such key; did you mean {SECTION!r}?"
             raise ConfigError(str(key), additional_config[key], rule, f"rename it to {SECTION!r}")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from vllm_kvoffload.config import GIB, SECTION, ConfigError
 from vllm_kvoffload.geometry import KVGeometry
@@ -66,7 +66,7 @@ class CapacityInputs:
 
     @property
     def plan_bytes(self) -> int:
-        """The plan's output, one set of buffers for all groups: slots of all choices, misses and their slots."""
+        """The plan's output, one buffer set for all groups: slots of choices, misses and their slots."""
         queries = 1 + self.geometry.num_speculative_tokens
         choices = self.max_num_seqs * queries * self.geometry.index_topk
         per_token_and_row = self.max_num_seqs * (queries + 1)  # new_slots, miss_counts
@@ -226,8 +226,8 @@ def _device_too_small(inputs: CapacityInputs) -> CapacityError:
     rule = (
         f"one request of max_model_len {inputs.max_model_len} needs {need} bytes ({_gib(need)}): hot pools "
         f"{_gib(inputs.hot_bytes)} ({SECTION}.topk_buffer_size {inputs.topk_buffer_size} * max_num_seqs "
-        f"{inputs.max_num_seqs}), metadata {_gib(inputs.residency_bytes + inputs.plan_bytes)}, prefill buffers "
-        f"{_gib(inputs.staging_bytes)} and {_gib(need - inputs.fixed_bytes)} of KV blocks"
+        f"{inputs.max_num_seqs}), metadata {_gib(inputs.residency_bytes + inputs.plan_bytes)}, "
+        f"prefill buffers {_gib(inputs.staging_bytes)} and {_gib(need - inputs.fixed_bytes)} of KV blocks"
     )
     fixes = [f"raise --gpu-memory-utilization or --kv-cache-memory-bytes to give {need} bytes to KV"]
     for name, field in (
@@ -252,10 +252,11 @@ def _dram_too_small(inputs: CapacityInputs, blocks: int) -> CapacityError:
 
 
 def _largest(inputs: CapacityInputs, field: str) -> int:
-    """The largest valid value of `field`, below the given one, that the device budget holds; 0 if none."""
+    """The largest valid value of `field` below the given one that the device holds; 0 if none."""
 
     def fits(value: int) -> bool:
-        trial = replace(inputs, **{field: value})
+        change: dict[str, Any] = {field: value}
+        trial = replace(inputs, **change)
         return required_budget(trial, trial.max_model_len).device_bytes <= inputs.device_bytes
 
     if field == "topk_buffer_size":
