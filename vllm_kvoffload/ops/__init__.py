@@ -1,0 +1,47 @@
+"""The sparse-decode operators: residency plan, row copies, and their plain-Python oracle.
+
+Owns the typed front of the C++ core (``csrc/cpu``) and the state types it works on. Never touches streams,
+vLLM or model code: callers pass contiguous CPU tensors and decide where and when a call runs. Every call
+releases the GIL, checks its arguments before touching memory and raises ``ValueError`` naming the argument at
+fault.
+"""
+
+from vllm_kvoffload.ops.native import (
+    available_isas,
+    dsa_plan,
+    dsa_serve,
+    host_read,
+    host_write,
+    isa,
+    set_isa,
+    write_rows,
+)
+from vllm_kvoffload.ops.types import (
+    DEFAULT_POLICY,
+    DEFAULT_WAYS,
+    POLICIES,
+    STATS,
+    PlanOut,
+    Policy,
+    Residency,
+    Workspace,
+)
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "DEFAULT_WAYS",
+    "POLICIES",
+    "STATS",
+    "PlanOut",
+    "Policy",
+    "Residency",
+    "Workspace",
+    "available_isas",
+    "dsa_plan",
+    "dsa_serve",
+    "host_read",
+    "host_write",
+    "isa",
+    "set_isa",
+    "write_rows",
+]

@@ -1,0 +1,176 @@
+// Python bindings: tensors in, views out, the GIL released around the work. No logic of its own.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "copies.h"
+#include "isa.h"
+#include "plan.h"
+#include "tensor.h"
+
+namespace nb = nanobind;
+
+namespace kvoffload {
+namespace {
+
+// Holds the tensors, so that their memory outlives the views; importing them once keeps a step's call cheap.
+class ResidencyHandle {
+ public:
+  ResidencyHandle(Tensor tags, Tensor ages, Tensor hands, Tensor high, const std::string& policy)
+      : tensors_{tags, ages, hands, high} {
+    const std::int64_t rows = extent(tags, 0);
+    const std::int64_t sets = extent(tags, 1);
+    const std::int64_t ways = extent(tags, 2);
+    view.tags = data_of<std::int32_t, 3>(tags, "tags", {kAny, kAny, kAny});
+    view.ages = data_of<std::uint8_t, 3>(ages, "ages", {rows, sets, ways});
+    view.hands = data_of<std::uint8_t, 2>(hands, "hands", {rows, sets});
+    view.high = data_of<std::int32_t, 1>(high, "high", {rows});
+    require(ways == 16 || ways == 32, "tags: ways must be 16 or 32, got ", ways);
+    require(sets > 0 && (sets & (sets - 1)) == 0, "tags: the number of sets must be a power of two, got ", sets);
+    view.rows = rows;
+    view.sets = sets;
+    view.ways = static_cast<int>(ways);
+    view.policy = parse(policy);
+  }
+
+  ResidencyView view{};
+
+ private:
+  static Policy parse(const std::string& name) {
+    if (name == "fifo") return Policy::kFifo;
+    if (name == "clock") return Policy::kClock;
+    require(name == "rrip", "policy: expected fifo, clock or rrip, got '", name, "'");
+    return Policy::kRrip;
+  }
+
+  std::array<Tensor, 4> tensors_;
+};
+
+class PlanOutHandle {
+ public:
+  PlanOutHandle(Tensor slots, Tensor new_slots, Tensor miss_ids, Tensor miss_slots, Tensor miss_counts, Tensor stats)
+      : tensors_{slots, new_slots, miss_ids, miss_slots, miss_counts, stats} {
+    view.max_tokens = extent(slots, 0);
+    view.width = extent(slots, 1);
+    view.max_requests = extent(miss_ids, 0);
+    view.miss_capacity = extent(miss_ids, 1);
+    view.slots = data_of<std::int32_t, 2>(slots, "slots", {kAny, kAny});
+    view.new_slots = data_of<std::int32_t, 1>(new_slots, "new_slots", {view.max_tokens});
+    view.miss_ids = data_of<std::int32_t, 2>(miss_ids, "miss_ids", {kAny, kAny});
+    view.miss_slots = data_of<std::int32_t, 2>(miss_slots, "miss_slots", {view.max_requests, view.miss_capacity});
+    view.miss_counts = data_of<std::int32_t, 1>(miss_counts, "miss_counts", {view.max_requests});
+    view.stats = data_of<std::int64_t, 1>(stats, "stats", {kStatsCount});
+  }
+
+  PlanOutput view{};
+
+ private:
+  std::array<Tensor, 6> tensors_;
+};
+
+void py_plan(const Tensor& topk, const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& rows,
+             const ResidencyHandle& residency, const PlanOutHandle& out, Workspace& workspace) {
+  PlanInput in{};
+  in.requests = extent(seq_lens, 0);
+  in.topk = data_of<std::int32_t, 2>(topk, "topk", {kAny, kAny});
+  in.seq_lens = data_of<std::int32_t, 1>(seq_lens, "seq_lens", {kAny});
+  in.query_start_loc = data_of<std::int32_t, 1>(query_start_loc, "query_start_loc", {in.requests + 1});
+  in.rows = data_of<std::int32_t, 1>(rows, "rows", {in.requests});
+  in.tokens = extent(topk, 0);
+  in.width = extent(topk, 1);
+  nb::gil_scoped_release release;
+  dsa_plan(in, residency.view, out.view, workspace);
+}
+
+HostPoolView host_view(const Tensor& host) {
+  auto* data = data_of<std::uint8_t, 3>(host, "host", {kAny, kAny, kAny});
+  return {data, extent(host, 0), extent(host, 1), extent(host, 2)};
+}
+
+HotPoolView hot_view(const Tensor& hot) {
+  auto* data = data_of<std::uint8_t, 3>(hot, "hot", {kAny, kAny, kAny});
+  return {data, extent(hot, 0), extent(hot, 1), extent(hot, 2)};
+}
+
+std::int64_t py_serve(const Tensor& host, const Tensor& hot, const Tensor& block_table, const Tensor& rows,
+                      const Tensor& miss_ids, const Tensor& miss_slots, const Tensor& miss_counts) {
+  const HostPoolView host_pool = host_view(host);
+  const HotPoolView hot_pool = hot_view(hot);
+  MissView misses{};
+  misses.requests = extent(rows, 0);
+  misses.table_width = extent(block_table, 1);
+  misses.capacity = extent(miss_ids, 1);
+  const std::int64_t buffered = extent(miss_ids, 0);
+  misses.rows = data_of<std::int32_t, 1>(rows, "rows", {kAny});
+  misses.block_table = data_of<std::int32_t, 2>(block_table, "block_table", {kAny, kAny});
+  misses.ids = data_of<std::int32_t, 2>(miss_ids, "miss_ids", {kAny, kAny});
+  misses.slots = data_of<std::int32_t, 2>(miss_slots, "miss_slots", {buffered, misses.capacity});
+  misses.counts = data_of<std::int32_t, 1>(miss_counts, "miss_counts", {buffered});
+  // Longer than the step is fine: the plan's buffers and the block table are allocated once for the largest step.
+  require(buffered >= misses.requests, "miss_ids: ", buffered, " requests, but rows has ", misses.requests);
+  require(extent(block_table, 0) >= misses.requests, "block_table: ", extent(block_table, 0),
+          " requests, but rows has ", misses.requests);
+  nb::gil_scoped_release release;
+  return dsa_serve(host_pool, hot_pool, misses);
+}
+
+void py_write_rows(const Tensor& hot, const Tensor& rows, const Tensor& new_rows, const Tensor& slots) {
+  const HotPoolView hot_pool = hot_view(hot);
+  const std::int64_t tokens = extent(slots, 0);
+  const auto* to_slots = data_of<std::int32_t, 1>(slots, "slots", {kAny});
+  const auto* to_rows = data_of<std::int32_t, 1>(rows, "rows", {tokens});
+  const auto* from = data_of<std::uint8_t, 2>(new_rows, "new_rows", {tokens, hot_pool.row_bytes});
+  nb::gil_scoped_release release;
+  write_rows(hot_pool, to_rows, from, to_slots, tokens);
+}
+
+void py_host_write(const Tensor& host, const Tensor& new_rows, const Tensor& slot_mapping) {
+  const HostPoolView pool = host_view(host);
+  const std::int64_t tokens = extent(slot_mapping, 0);
+  const auto* mapping = data_of<std::int64_t, 1>(slot_mapping, "slot_mapping", {kAny});
+  const auto* from = data_of<std::uint8_t, 2>(new_rows, "new_rows", {tokens, pool.row_bytes});
+  nb::gil_scoped_release release;
+  host_write(pool, from, mapping, tokens);
+}
+
+void py_host_read(const Tensor& host, const Tensor& block_table, std::int64_t start, std::int64_t count,
+                  const Tensor& dst) {
+  const HostPoolView pool = host_view(host);
+  const auto* table = data_of<std::int32_t, 1>(block_table, "block_table", {kAny});
+  auto* to = data_of<std::uint8_t, 2>(dst, "dst", {kAny, pool.row_bytes});
+  require(count <= extent(dst, 0), "dst: ", extent(dst, 0), " rows are too few for ", count, " tokens");
+  nb::gil_scoped_release release;
+  host_read(pool, table, extent(block_table, 0), start, count, to);
+}
+
+std::vector<std::string> py_available_isas() {
+  std::vector<std::string> names;
+  for (Isa isa : available_isas()) names.emplace_back(isa_name(isa));
+  return names;
+}
+
+}  // namespace
+}  // namespace kvoffload
+
+NB_MODULE(_C, m) {
+  using namespace kvoffload;
+  nb::class_<Workspace>(m, "Workspace").def(nb::init<>());
+  nb::class_<ResidencyHandle>(m, "Residency")
+      .def(nb::init<Tensor, Tensor, Tensor, Tensor, const std::string&>(), nb::arg("tags"), nb::arg("ages"),
+           nb::arg("hands"), nb::arg("high"), nb::arg("policy"));
+  nb::class_<PlanOutHandle>(m, "PlanOut")
+      .def(nb::init<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(), nb::arg("slots"), nb::arg("new_slots"),
+           nb::arg("miss_ids"), nb::arg("miss_slots"), nb::arg("miss_counts"), nb::arg("stats"));
+  m.def("dsa_plan", py_plan, nb::arg("topk"), nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("rows"),
+        nb::arg("residency"), nb::arg("out"), nb::arg("workspace"));
+  m.def("dsa_serve", py_serve, nb::arg("host"), nb::arg("hot"), nb::arg("block_table"), nb::arg("rows"),
+        nb::arg("miss_ids"), nb::arg("miss_slots"), nb::arg("miss_counts"));
+  m.def("write_rows", py_write_rows, nb::arg("hot"), nb::arg("rows"), nb::arg("new_rows"), nb::arg("slots"));
+  m.def("host_write", py_host_write, nb::arg("host"), nb::arg("new_rows"), nb::arg("slot_mapping"));
+  m.def("host_read", py_host_read, nb::arg("host"), nb::arg("block_table"), nb::arg("start"), nb::arg("count"),
+        nb::arg("dst"));
+  m.def("set_isa", set_isa, nb::arg("name"));
+  m.def("isa", [] { return std::string(isa_name(current_isa())); });
+  m.def("available_isas", py_available_isas);
+}

@@ -1,0 +1,120 @@
+#include "copies.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "checks.h"
+
+namespace kvoffload {
+namespace {
+
+// A host row's first line is a cache and TLB miss; asking for a few rows ahead overlaps them.
+constexpr std::size_t kRowsAhead = 4;
+
+struct Copy {
+  const std::uint8_t* from;
+  std::uint8_t* to;
+};
+
+std::int64_t checked_block(const HostPoolView& host, const std::int32_t* table, std::int64_t width,
+                           std::int64_t index, std::int64_t request) {
+  require(index < width, "block_table: block ", index, " of request ", request, " is outside its ", width,
+          " entries");
+  const std::int64_t block = table[index];
+  require(block >= 0 && block < host.blocks, "block_table[", request, ", ", index, "]: block ", block,
+          " is outside the host pool's ", host.blocks, " blocks");
+  return block;
+}
+
+void collect_request(const HostPoolView& host, const HotPoolView& hot, const MissView& misses, std::int64_t n,
+                     std::vector<Copy>& copies) {
+  const std::int64_t count = misses.counts[n];
+  require(misses.rows[n] < hot.rows, "rows[", n, "]: ", misses.rows[n], " is outside the hot pool's ", hot.rows,
+          " rows");
+  require(count >= 0 && count <= misses.capacity, "miss_counts[", n, "]: ", count, " is outside 0..",
+          misses.capacity);
+  const std::int32_t* ids = misses.ids + n * misses.capacity;
+  const std::int32_t* slots = misses.slots + n * misses.capacity;
+  const std::int32_t* table = misses.block_table + n * misses.table_width;
+  std::uint8_t* row = hot.data + misses.rows[n] * hot.slots * hot.row_bytes;
+  for (std::int64_t i = 0; i < count; ++i) {
+    require(ids[i] >= 0, "miss_ids[", n, ", ", i, "]: negative id ", ids[i]);
+    require(slots[i] >= 0 && slots[i] < hot.slots, "miss_slots[", n, ", ", i, "]: ", slots[i], " is outside the ",
+            hot.slots, " slots of a row");
+    const std::int64_t block = checked_block(host, table, misses.table_width, ids[i] / host.block_size, n);
+    const std::int64_t token = block * host.block_size + ids[i] % host.block_size;
+    copies.push_back({host.data + token * host.row_bytes, row + slots[i] * hot.row_bytes});
+  }
+}
+
+}  // namespace
+
+std::int64_t dsa_serve(const HostPoolView& host, const HotPoolView& hot, const MissView& misses) {
+  require(host.row_bytes == hot.row_bytes, "hot: row of ", hot.row_bytes, " bytes, but the host pool's has ",
+          host.row_bytes);
+  require(host.block_size > 0, "host: blocks of no tokens");
+  thread_local std::vector<Copy> copies;  // kept: one call per layer and step
+  copies.clear();
+  for (std::int64_t n = 0; n < misses.requests; ++n) {
+    if (misses.rows[n] >= 0) collect_request(host, hot, misses, n, copies);
+  }
+  const auto bytes = static_cast<std::size_t>(host.row_bytes);
+  for (std::size_t i = 0; i < copies.size(); ++i) {
+    if (i + kRowsAhead < copies.size()) __builtin_prefetch(copies[i + kRowsAhead].from);
+    std::memcpy(copies[i].to, copies[i].from, bytes);
+  }
+  return static_cast<std::int64_t>(copies.size()) * host.row_bytes;
+}
+
+void write_rows(const HotPoolView& hot, const std::int32_t* rows, const std::uint8_t* new_rows,
+                const std::int32_t* slots, std::int64_t tokens) {
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    require(slots[t] >= -1 && slots[t] < hot.slots, "slots[", t, "]: ", slots[t], " is outside -1..", hot.slots - 1);
+    require(slots[t] < 0 || (rows[t] >= 0 && rows[t] < hot.rows), "rows[", t, "]: ", rows[t],
+            " is outside the hot pool's ", hot.rows, " rows");
+  }
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    if (slots[t] < 0) continue;
+    const std::int64_t slot = rows[t] * hot.slots + slots[t];
+    std::memcpy(hot.data + slot * hot.row_bytes, new_rows + t * hot.row_bytes,
+                static_cast<std::size_t>(hot.row_bytes));
+  }
+}
+
+void host_write(const HostPoolView& host, const std::uint8_t* new_rows, const std::int64_t* slot_mapping,
+                std::int64_t tokens) {
+  const std::int64_t capacity = host.blocks * host.block_size;
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    require(slot_mapping[t] >= -1 && slot_mapping[t] < capacity, "slot_mapping[", t, "]: ", slot_mapping[t],
+            " is outside -1..", capacity - 1);
+  }
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    if (slot_mapping[t] < 0) continue;
+    std::memcpy(host.data + slot_mapping[t] * host.row_bytes, new_rows + t * host.row_bytes,
+                static_cast<std::size_t>(host.row_bytes));
+  }
+}
+
+void host_read(const HostPoolView& host, const std::int32_t* block_table, std::int64_t table_width,
+               std::int64_t start, std::int64_t count, std::uint8_t* dst) {
+  require(host.block_size > 0, "host: blocks of no tokens");
+  const std::int64_t tokens = table_width * host.block_size;
+  require(start >= 0 && start <= tokens, "start: ", start, " is outside the block table's ", tokens, " tokens");
+  require(count >= 0 && count <= tokens - start, "count: ", count, " tokens from ", start,
+          " are outside the block table's ", tokens);
+  const std::int64_t end = start + count;
+  for (std::int64_t index = start / host.block_size; index * host.block_size < end; ++index) {
+    checked_block(host, block_table, table_width, index, 0);
+  }
+  for (std::int64_t token = start; token < end;) {
+    const std::int64_t offset = token % host.block_size;
+    const std::int64_t run = std::min(host.block_size - offset, end - token);
+    const std::int64_t from = block_table[token / host.block_size] * host.block_size + offset;
+    std::memcpy(dst, host.data + from * host.row_bytes, static_cast<std::size_t>(run * host.row_bytes));
+    dst += run * host.row_bytes;
+    token += run;
+  }
+}
+
+}  // namespace kvoffload

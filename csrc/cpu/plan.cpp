@@ -1,0 +1,138 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <string>
+
+#include "checks.h"
+#include "isa.h"
+#include "plan_request.h"
+
+namespace kvoffload {
+namespace {
+
+struct Extent {
+  std::int64_t query_tokens = 0;  // most of one request
+  std::int64_t ids = 0;
+};
+
+void check_residency(const ResidencyView& residency) {
+  require(residency.ways == 16 || residency.ways == 32, "residency.tags: ways must be 16 or 32, got ", residency.ways);
+  require(residency.sets > 0 && (residency.sets & (residency.sets - 1)) == 0,
+          "residency.tags: the number of sets must be a power of two, got ", residency.sets);
+  require(residency.slots() <= INT32_MAX, "residency.tags: a row must have less than 2^31 slots, got ",
+          residency.slots());
+}
+
+void check_buffers(const PlanInput& in, const PlanOutput& out) {
+  require(out.width == in.width, "topk: width ", in.width, " differs from out.slots' ", out.width);
+  require(in.tokens <= out.max_tokens, "topk: ", in.tokens, " tokens exceed out.slots' ", out.max_tokens);
+  require(in.requests <= out.max_requests, "seq_lens: ", in.requests, " requests exceed out.miss_counts' ",
+          out.max_requests);
+  require(in.query_start_loc[0] == 0, "query_start_loc[0]: expected 0, got ", in.query_start_loc[0]);
+}
+
+// The extent of the largest request that is not skipped.
+Extent check_requests(const PlanInput& in, const ResidencyView& residency, const PlanOutput& out) {
+  Extent most;
+  for (std::int64_t n = 0; n < in.requests; ++n) {
+    const std::int64_t q = std::int64_t{in.query_start_loc[n + 1]} - in.query_start_loc[n];
+    require(q >= 0, "query_start_loc[", n + 1, "]: ", in.query_start_loc[n + 1], " is less than its predecessor");
+    require(in.query_start_loc[n + 1] <= in.tokens, "query_start_loc[", n + 1, "]: ", in.query_start_loc[n + 1],
+            " exceeds topk's ", in.tokens, " tokens");
+    if (in.rows[n] < 0 || q == 0) continue;
+    require(in.rows[n] < residency.rows, "rows[", n, "]: ", in.rows[n], " is outside the residency's ",
+            residency.rows, " rows");
+    require(in.seq_lens[n] >= q, "seq_lens[", n, "]: ", in.seq_lens[n], " is less than the query length ", q);
+    require(q * in.width <= residency.slots(), "topk: ", q, " query tokens of ", in.width,
+            " ids do not fit a row of ", residency.slots(), " slots (request ", n, ")");
+    require(q * in.width <= out.miss_capacity, "out.miss_ids: capacity ", out.miss_capacity,
+            " is less than the ", q * in.width, " ids of request ", n);
+    most.query_tokens = std::max(most.query_tokens, q);
+    most.ids = std::max(most.ids, q * in.width);
+  }
+  return most;
+}
+
+// Two requests on one row would evict each other's rows within the step.
+void check_rows_distinct(const PlanInput& in, Workspace& workspace) {
+  std::vector<std::uint8_t>& seen = workspace.row_seen();
+  std::int64_t clash = -1;
+  std::int64_t marked = 0;
+  const auto active = [&](std::int64_t n) {
+    return in.rows[n] >= 0 && in.query_start_loc[n + 1] > in.query_start_loc[n];
+  };
+  for (; marked < in.requests && clash < 0; ++marked) {
+    if (!active(marked)) continue;
+    std::uint8_t& mark = seen[static_cast<std::size_t>(in.rows[marked])];
+    if (mark != 0) clash = marked;
+    mark = 1;
+  }
+  for (std::int64_t n = 0; n < marked; ++n) {
+    if (active(n)) seen[static_cast<std::size_t>(in.rows[n])] = 0;
+  }
+  require(clash < 0, "rows[", clash, "]: row ", clash < 0 ? 0 : in.rows[clash], " belongs to an earlier request too");
+}
+
+PlanRequestFn select_planner(const ResidencyView& residency) {
+#if defined(KVOFFLOAD_X86)
+  if (current_isa() == Isa::kAvx512) return avx512_planner(residency.policy, residency.ways);
+  if (current_isa() == Isa::kAvx2) return avx2_planner(residency.policy, residency.ways);
+#endif
+  return portable_planner(residency.policy, residency.ways);
+}
+
+RequestJob make_job(const PlanInput& in, const ResidencyView& residency, const PlanOutput& out, std::int64_t n) {
+  const std::int64_t first = in.query_start_loc[n];
+  const std::int64_t row = in.rows[n];
+  RequestJob job{};
+  job.topk = in.topk + first * in.width;
+  job.slots = out.slots + first * in.width;
+  job.new_slots = out.new_slots + first;
+  job.miss_ids = out.miss_ids + n * out.miss_capacity;
+  job.miss_slots = out.miss_slots + n * out.miss_capacity;
+  job.miss_count = out.miss_counts + n;
+  job.tags = residency.tags + row * residency.slots();
+  job.ages = residency.ages + row * residency.slots();
+  job.hands = residency.hands + row * residency.sets;
+  job.high = residency.high + row;
+  job.query_tokens = static_cast<std::int32_t>(in.query_start_loc[n + 1] - first);
+  job.width = static_cast<std::int32_t>(in.width);
+  job.seq_len = in.seq_lens[n];
+  job.sets = static_cast<std::int32_t>(residency.sets);
+  return job;
+}
+
+void fill_unplanned(const PlanOutput& out, std::int64_t first, std::int64_t last) {
+  std::fill(out.slots + first * out.width, out.slots + last * out.width, -1);
+  std::fill(out.new_slots + first, out.new_slots + last, -1);
+}
+
+}  // namespace
+
+void dsa_plan(const PlanInput& in, const ResidencyView& residency, const PlanOutput& out, Workspace& workspace) {
+  check_residency(residency);
+  check_buffers(in, out);
+  const Extent most = check_requests(in, residency, out);
+  workspace.reserve(residency.sets, most.ids, most.query_tokens, residency.rows);
+  check_rows_distinct(in, workspace);
+
+  const PlanRequestFn plan_request = select_planner(residency);
+  const Scratch scratch = workspace.scratch();
+  PlanStats stats;
+  for (std::int64_t n = 0; n < in.requests; ++n) {
+    const std::int64_t first = in.query_start_loc[n];
+    const std::int64_t last = in.query_start_loc[n + 1];
+    if (in.rows[n] < 0 || first == last) {
+      out.miss_counts[n] = 0;
+      fill_unplanned(out, first, last);
+      continue;
+    }
+    plan_request(make_job(in, residency, out, n), scratch, stats);
+  }
+  fill_unplanned(out, in.query_start_loc[in.requests], in.tokens);
+  const std::int64_t values[kStatsCount] = {stats.hits,      stats.misses,     stats.new_tokens,
+                                            stats.displaced, stats.duplicates, stats.invalid};
+  std::copy(values, values + kStatsCount, out.stats);
+}
+
+}  // namespace kvoffload

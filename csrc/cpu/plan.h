@@ -1,0 +1,12 @@
+// dsa_plan: one residency decision per index group and step. Semantics: vllm_kvoffload/ops/oracle.py.
+#pragma once
+
+#include "residency.h"
+#include "workspace.h"
+
+namespace kvoffload {
+
+// Throws std::invalid_argument, naming the argument, before any state or output is written.
+void dsa_plan(const PlanInput& input, const ResidencyView& residency, const PlanOutput& out, Workspace& workspace);
+
+}  // namespace kvoffload

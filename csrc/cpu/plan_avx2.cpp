@@ -1,0 +1,70 @@
+// Vector primitives of the plan for AVX2.
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace kvoffload {
+namespace {
+
+inline std::uint32_t match8(const std::int32_t* tags, __m256i id) {
+  const __m256i lanes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(tags));
+  return static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(lanes, id))));
+}
+
+// 0xff in every byte whose bit is set in the low 16 bits of `ways`.
+inline __m128i byte_mask(std::uint32_t ways) {
+  const __m128i bits = _mm_set1_epi64x(static_cast<long long>(0x8040201008040201ull));
+  const __m128i pick = _mm_set_epi8(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+  const __m128i spread = _mm_shuffle_epi8(_mm_cvtsi32_si128(static_cast<int>(ways)), pick);
+  return _mm_cmpeq_epi8(_mm_and_si128(spread, bits), bits);
+}
+
+template <int W>
+struct Lanes {
+  static std::uint32_t match(const std::int32_t* tags, std::int32_t id) {
+    const __m256i wanted = _mm256_set1_epi32(id);
+    std::uint32_t mask = 0;
+    for (int way = 0; way < W; way += 8) mask |= match8(tags + way, wanted) << way;
+    return mask;
+  }
+
+  static std::uint32_t equal(const std::uint8_t* ages, std::uint8_t value) {
+    const __m128i wanted = _mm_set1_epi8(static_cast<char>(value));
+    std::uint32_t mask = 0;
+    for (int way = 0; way < W; way += 16) {
+      mask |= static_cast<std::uint32_t>(_mm_movemask_epi8(_mm_cmpeq_epi8(load(ages + way), wanted))) << way;
+    }
+    return mask;
+  }
+
+  static void fill(std::uint8_t* ages, std::uint32_t ways, std::uint8_t value) {
+    const __m128i filler = _mm_set1_epi8(static_cast<char>(value));
+    for (int way = 0; way < W; way += 16) {
+      store(ages + way, _mm_blendv_epi8(load(ages + way), filler, byte_mask(ways >> way)));
+    }
+  }
+
+  static void add(std::uint8_t* ages, std::uint32_t ways, std::uint8_t delta) {
+    const __m128i step = _mm_set1_epi8(static_cast<char>(delta));
+    for (int way = 0; way < W; way += 16) {
+      store(ages + way, _mm_add_epi8(load(ages + way), _mm_and_si128(step, byte_mask(ways >> way))));
+    }
+  }
+
+ private:
+  static __m128i load(const std::uint8_t* ages) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(ages));
+  }
+  static void store(std::uint8_t* ages, __m128i value) { _mm_storeu_si128(reinterpret_cast<__m128i*>(ages), value); }
+};
+
+}  // namespace
+}  // namespace kvoffload
+
+#include "plan_kernel.h"
+
+namespace kvoffload {
+
+PlanRequestFn avx2_planner(Policy policy, int ways) { return planner(policy, ways); }
+
+}  // namespace kvoffload

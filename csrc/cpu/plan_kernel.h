@@ -1,0 +1,303 @@
+// The plan of one request, written once and compiled once per instruction set. The including file defines, in an
+// anonymous namespace before this header, `template <int W> struct Lanes` with the vector primitives.
+//
+// Everything here has internal linkage and uses no library templates: a linker that merged an inline function
+// compiled for AVX-512 into the common path would crash older processors.
+#pragma once
+
+#include "plan_request.h"
+
+namespace kvoffload {
+namespace {
+
+constexpr std::int32_t kEmpty = -1;
+constexpr std::int32_t kNoSlot = -1;
+
+inline int lowest(std::uint32_t mask) { return __builtin_ctz(mask); }
+
+// First set bit at or after `from`, going round. `mask` has at least one bit below W.
+template <int W>
+inline int first_from(std::uint32_t mask, int from) {
+  const std::uint64_t doubled = (std::uint64_t{mask} << W) | mask;
+  return (from + __builtin_ctzll(doubled >> from)) & (W - 1);
+}
+
+template <Policy kPolicy, int W>
+class RequestPlan {
+ public:
+  RequestPlan(const RequestJob& job, const Scratch& scratch, PlanStats& stats)
+      : job_(job), scratch_(scratch), stats_(stats), set_mask_(job.sets - 1), stable_(job.seq_len - job.query_tokens) {}
+
+  void run() {
+    drop_unstable();
+    for (std::int32_t token = 0; token < job_.query_tokens; ++token) {
+      job_.new_slots[token] = kNoSlot;
+      mark_hits(token);
+    }
+    settle_hits();
+    for (std::int32_t i = 0; i < pending_count_; ++i) resolve_miss(scratch_.pending[i]);
+    place_unchosen_new_tokens();
+    *job_.miss_count = miss_count_;
+    stats_.misses += miss_count_;
+    clear_scratch();
+  }
+
+ private:
+  using Vec = Lanes<W>;
+  static constexpr std::uint32_t kAllWays = static_cast<std::uint32_t>((std::uint64_t{1} << W) - 1);
+  static constexpr std::uint8_t kInsertAge = kPolicy == Policy::kRrip ? 2 : 0;
+  static constexpr std::uint8_t kOldest = 3;
+
+  std::int32_t set_of(std::int32_t id) const { return id & set_mask_; }
+  std::int32_t* tags_of(std::int32_t set) const { return job_.tags + std::int64_t{set} * W; }
+  std::uint8_t* ages_of(std::int32_t set) const { return job_.ages + std::int64_t{set} * W; }
+
+  // I-2: rows written for drafts that were rejected since must not be found again.
+  void drop_unstable() {
+    const std::int32_t high = *job_.high;
+    if (std::int64_t{high} - stable_ > std::int64_t{job_.sets} * W) {
+      const std::int64_t slots = std::int64_t{job_.sets} * W;
+      for (std::int64_t slot = 0; slot < slots; ++slot) {
+        if (job_.tags[slot] >= stable_) drop(slot);
+      }
+    } else {
+      for (std::int32_t id = stable_; id < high; ++id) {
+        const std::int32_t set = set_of(id);
+        const std::uint32_t found = Vec::match(tags_of(set), id);
+        if (found != 0) drop(std::int64_t{set} * W + lowest(found));
+      }
+    }
+    *job_.high = job_.seq_len;
+  }
+
+  void drop(std::int64_t slot) {
+    job_.tags[slot] = kEmpty;
+    job_.ages[slot] = 0;
+  }
+
+  // I-3: all hits of the step are marked before any victim is chosen. Branch-free: whether an id hits is as good as
+  // random to the branch predictor, and a wrong guess costs more than the whole look-up.
+  void mark_hits(std::int32_t token) {
+    const std::int32_t* ids = job_.topk + std::int64_t{token} * job_.width;
+    std::int32_t* slots = job_.slots + std::int64_t{token} * job_.width;
+    const std::int32_t first = token * job_.width;
+    const std::int32_t width = job_.width;
+    const std::int32_t set_mask = set_mask_;  // locals: the stores below could alias members
+    const std::int32_t* tags = job_.tags;
+    const Scratch scratch = scratch_;
+    const auto position = static_cast<std::uint32_t>(stable_ + token);
+    std::int32_t touched = touched_count_;
+    std::int32_t pending = pending_count_;
+    std::int32_t invalid = 0;
+    for (std::int32_t i = 0; i < width; ++i) {
+      const std::int32_t id = ids[i];
+      const std::int32_t set = id & set_mask;
+      const bool valid = static_cast<std::uint32_t>(id) <= position;  // negative ids compare as huge
+      const std::uint32_t found = valid ? Vec::match(tags + std::int64_t{set} * W, id) : 0;
+      const bool hit = found != 0;
+      const std::int32_t slot = set * W + __builtin_ctz(found | 0x80000000u);
+      slots[i] = hit ? slot : kNoSlot;
+      const std::uint32_t before = scratch.needed[set];
+      scratch.needed[set] = before | found;
+      scratch.touched[touched] = set;
+      touched += hit && before == 0;
+      scratch.pending[pending] = first + i;
+      pending += valid && !hit;
+      invalid += !valid;
+    }
+    hit_positions_ += job_.width - invalid - (pending - pending_count_);
+    touched_count_ = touched;
+    pending_count_ = pending;
+    stats_.invalid += invalid;
+  }
+
+  // The policy learns of the hits set by set rather than id by id: there are fewer sets, and duplicates fall out.
+  void settle_hits() {
+    std::int32_t hits = 0;
+    for (std::int32_t i = 0; i < touched_count_; ++i) {
+      const std::int32_t set = scratch_.touched[i];
+      const std::uint32_t used = scratch_.needed[set];
+      hits += __builtin_popcount(used);
+      if constexpr (kPolicy == Policy::kClock) Vec::fill(ages_of(set), used, 1);
+      if constexpr (kPolicy == Policy::kRrip) Vec::fill(ages_of(set), used, 0);
+    }
+    stats_.hits += hits;
+    stats_.duplicates += hit_positions_ - hits;
+  }
+
+  void resolve_miss(std::int32_t at) {
+    const std::int32_t id = job_.topk[at];
+    const std::int32_t set = set_of(id);
+    // Not resident when the hits were marked: found now means an earlier position of this step placed it.
+    const std::uint32_t found = Vec::match(tags_of(set), id);
+    std::int32_t slot = found != 0 ? set * W + lowest(found) : find_displaced(id);
+    if (slot != kNoSlot) {
+      ++stats_.duplicates;
+    } else {
+      const int way = take_way(set);
+      slot = way >= 0 ? install(set, way, id) : displace(set, id);
+      emit(id, slot);
+    }
+    job_.slots[at] = slot;
+  }
+
+  void emit(std::int32_t id, std::int32_t slot) {
+    if (id >= stable_) {
+      job_.new_slots[id - stable_] = slot;
+      ++stats_.new_tokens;
+    } else {
+      job_.miss_ids[miss_count_] = id;
+      job_.miss_slots[miss_count_] = slot;
+      ++miss_count_;
+    }
+  }
+
+  std::int32_t install(std::int32_t set, int way, std::int32_t id) {
+    tags_of(set)[way] = id;
+    ages_of(set)[way] = kInsertAge;
+    return set * W + way;
+  }
+
+  // A way of `set` that this step does not need, now marked as needed; -1 when there is none.
+  int take_way(std::int32_t set) {
+    const std::uint32_t used = scratch_.needed[set];
+    const std::uint32_t unneeded = ~used & kAllWays;
+    if (unneeded == 0) return -1;
+    const std::uint32_t empty = Vec::match(tags_of(set), kEmpty) & unneeded;
+    const int way = empty != 0 ? lowest(empty) : victim(set, unneeded);
+    if (used == 0) scratch_.touched[touched_count_++] = set;
+    scratch_.needed[set] = used | (1u << way);
+    return way;
+  }
+
+  int victim(std::int32_t set, std::uint32_t unneeded) {
+    const int hand = job_.hands[set] & (W - 1);
+    int way = 0;
+    if constexpr (kPolicy == Policy::kFifo) {
+      way = first_from<W>(unneeded, hand);
+    } else if constexpr (kPolicy == Policy::kClock) {
+      way = clock_victim(ages_of(set), unneeded, hand);
+    } else {
+      way = rrip_victim(ages_of(set), unneeded, hand);
+    }
+    job_.hands[set] = static_cast<std::uint8_t>((way + 1) & (W - 1));
+    return way;
+  }
+
+  // Second chance: the hand passes ways whose bit is set, clearing it; after a full round it takes the first.
+  static int clock_victim(std::uint8_t* ages, std::uint32_t unneeded, int hand) {
+    const std::uint32_t unreferenced = Vec::equal(ages, 0) & unneeded;
+    if (unreferenced == 0) {
+      Vec::fill(ages, unneeded, 0);
+      return first_from<W>(unneeded, hand);
+    }
+    const int way = first_from<W>(unreferenced, hand);
+    const std::uint32_t below_way = (1u << way) - 1;
+    const std::uint32_t below_hand = (1u << hand) - 1;
+    const std::uint32_t passed = way >= hand ? below_way & ~below_hand : below_way | (kAllWays & ~below_hand);
+    Vec::fill(ages, passed & unneeded, 0);
+    return way;
+  }
+
+  // All unneeded ways age together until one reaches 3: the same as adding what the oldest of them lacks.
+  static int rrip_victim(std::uint8_t* ages, std::uint32_t unneeded, int hand) {
+    const std::uint32_t three = Vec::equal(ages, 3) & unneeded;
+    const std::uint32_t two = Vec::equal(ages, 2) & unneeded;
+    const std::uint32_t one = Vec::equal(ages, 1) & unneeded;
+    std::uint32_t oldest = one != 0 ? one : unneeded;
+    int lacks = one != 0 ? 2 : 3;
+    oldest = two != 0 ? two : oldest;
+    lacks = two != 0 ? 1 : lacks;
+    oldest = three != 0 ? three : oldest;
+    lacks = three != 0 ? 0 : lacks;
+    Vec::add(ages, unneeded, static_cast<std::uint8_t>(lacks));
+    return first_from<W>(oldest, hand);
+  }
+
+  // I-4: the id's own set is full of ids that this step needs. Any other slot of the row serves the step; left
+  // untagged, it is forgotten afterwards.
+  std::int32_t displace(std::int32_t home, std::int32_t id) {
+    std::int32_t set = home;
+    int way = -1;
+    for (std::int32_t i = 1; i < job_.sets && way < 0; ++i) {
+      set = (home + i) & set_mask_;
+      way = take_way(set);
+    }
+    // plan.cpp refuses requests with more ids than slots, so a way was found.
+    const std::int32_t slot = set * W + way;
+    drop(slot);
+    remember_displaced(id, slot);
+    ++stats_.displaced;
+    return slot;
+  }
+
+  std::uint32_t displaced_home(std::int32_t id) const {
+    return (static_cast<std::uint32_t>(id) * 2654435769u) >> (32 - scratch_.displaced_bits);
+  }
+
+  std::int32_t find_displaced(std::int32_t id) const {
+    if (displaced_count_ == 0) return kNoSlot;
+    const std::uint32_t last = (1u << scratch_.displaced_bits) - 1;
+    for (std::uint32_t at = displaced_home(id);; at = (at + 1) & last) {
+      if (scratch_.displaced_id[at] == id) return scratch_.displaced_slot[at];
+      if (scratch_.displaced_id[at] == kEmpty) return kNoSlot;
+    }
+  }
+
+  void remember_displaced(std::int32_t id, std::int32_t slot) {
+    const std::uint32_t last = (1u << scratch_.displaced_bits) - 1;
+    std::uint32_t at = displaced_home(id);
+    while (scratch_.displaced_id[at] != kEmpty) at = (at + 1) & last;
+    scratch_.displaced_id[at] = id;
+    scratch_.displaced_slot[at] = slot;
+    scratch_.displaced_used[displaced_count_++] = static_cast<std::int32_t>(at);
+  }
+
+  // Tokens of this step are likely to be chosen by the next one, so they stay if that costs the step nothing.
+  void place_unchosen_new_tokens() {
+    for (std::int32_t token = 0; token < job_.query_tokens; ++token) {
+      if (job_.new_slots[token] != kNoSlot) continue;
+      const std::int32_t id = stable_ + token;
+      const std::int32_t set = set_of(id);
+      const int way = take_way(set);
+      if (way < 0) continue;
+      job_.new_slots[token] = install(set, way, id);
+      ++stats_.new_tokens;
+    }
+  }
+
+  void clear_scratch() {
+    for (std::int32_t i = 0; i < touched_count_; ++i) scratch_.needed[scratch_.touched[i]] = 0;
+    for (std::int32_t i = 0; i < displaced_count_; ++i) scratch_.displaced_id[scratch_.displaced_used[i]] = kEmpty;
+  }
+
+  const RequestJob job_;
+  const Scratch scratch_;
+  PlanStats& stats_;
+  const std::int32_t set_mask_;
+  const std::int32_t stable_;
+  std::int32_t touched_count_ = 0;
+  std::int32_t pending_count_ = 0;
+  std::int32_t displaced_count_ = 0;
+  std::int32_t miss_count_ = 0;
+  std::int64_t hit_positions_ = 0;
+};
+
+template <Policy kPolicy, int W>
+void plan_request(const RequestJob& job, const Scratch& scratch, PlanStats& stats) {
+  RequestPlan<kPolicy, W>(job, scratch, stats).run();
+}
+
+PlanRequestFn planner(Policy policy, int ways) {
+  if (ways == 16) {
+    if (policy == Policy::kFifo) return plan_request<Policy::kFifo, 16>;
+    if (policy == Policy::kClock) return plan_request<Policy::kClock, 16>;
+    return plan_request<Policy::kRrip, 16>;
+  }
+  if (policy == Policy::kFifo) return plan_request<Policy::kFifo, 32>;
+  if (policy == Policy::kClock) return plan_request<Policy::kClock, 32>;
+  return plan_request<Policy::kRrip, 32>;
+}
+
+}  // namespace
+}  // namespace kvoffload

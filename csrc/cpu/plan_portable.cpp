@@ -1,0 +1,43 @@
+// Vector primitives of the plan in plain C++; the only path on processors other than x86-64.
+#include <cstdint>
+
+namespace kvoffload {
+namespace {
+
+template <int W>
+struct Lanes {
+  static std::uint32_t match(const std::int32_t* tags, std::int32_t id) {
+    std::uint32_t mask = 0;
+    for (int way = 0; way < W; ++way) mask |= static_cast<std::uint32_t>(tags[way] == id) << way;
+    return mask;
+  }
+
+  static std::uint32_t equal(const std::uint8_t* ages, std::uint8_t value) {
+    std::uint32_t mask = 0;
+    for (int way = 0; way < W; ++way) mask |= static_cast<std::uint32_t>(ages[way] == value) << way;
+    return mask;
+  }
+
+  static void fill(std::uint8_t* ages, std::uint32_t ways, std::uint8_t value) {
+    for (; ways != 0; ways &= ways - 1) ages[__builtin_ctz(ways)] = value;
+  }
+
+  static void add(std::uint8_t* ages, std::uint32_t ways, std::uint8_t delta) {
+    if (delta == 0) return;
+    for (; ways != 0; ways &= ways - 1) {
+      std::uint8_t& age = ages[__builtin_ctz(ways)];
+      age = static_cast<std::uint8_t>(age + delta);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace kvoffload
+
+#include "plan_kernel.h"
+
+namespace kvoffload {
+
+PlanRequestFn portable_planner(Policy policy, int ways) { return planner(policy, ways); }
+
+}  // namespace kvoffload

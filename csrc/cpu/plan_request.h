@@ -1,0 +1,33 @@
+// What one request's plan needs, resolved to its row: the seam between plan.cpp and the kernels of each ISA.
+#pragma once
+
+#include "residency.h"
+#include "workspace.h"
+
+namespace kvoffload {
+
+struct RequestJob {
+  const std::int32_t* topk;  // [query_tokens, width]
+  std::int32_t* slots;       // [query_tokens, width]
+  std::int32_t* new_slots;   // [query_tokens]
+  std::int32_t* miss_ids;    // [query_tokens * width] at least
+  std::int32_t* miss_slots;
+  std::int32_t* miss_count;
+  std::int32_t* tags;   // [sets, ways] of the request's row
+  std::uint8_t* ages;   // [sets, ways]
+  std::uint8_t* hands;  // [sets]
+  std::int32_t* high;
+  std::int32_t query_tokens;
+  std::int32_t width;
+  std::int32_t seq_len;
+  std::int32_t sets;
+};
+
+using PlanRequestFn = void (*)(const RequestJob&, const Scratch&, PlanStats&);
+
+// One getter per instruction set; ways is 16 or 32.
+PlanRequestFn portable_planner(Policy policy, int ways);
+PlanRequestFn avx2_planner(Policy policy, int ways);
+PlanRequestFn avx512_planner(Policy policy, int ways);
+
+}  // namespace kvoffload

@@ -1,0 +1,61 @@
+// Views of the plan's state, input and output. Plain pointers and sizes: the core knows neither Python nor torch,
+// so that it can be unit-tested, sanitised and embedded on its own. Shapes are row-major and contiguous.
+#pragma once
+
+#include <cstdint>
+
+namespace kvoffload {
+
+enum class Policy : int { kFifo = 0, kClock = 1, kRrip = 2 };
+
+// Which slots of a row hold which token. Slot number = set * ways + way; an id lives in set `id & (sets - 1)` only.
+struct ResidencyView {
+  std::int32_t* tags;   // [rows, sets, ways], -1: empty
+  std::uint8_t* ages;   // [rows, sets, ways], 2 bits used
+  std::uint8_t* hands;  // [rows, sets]
+  std::int32_t* high;   // [rows], largest seq_len planned since the last roll-back, 0 after a reset
+  std::int64_t rows;
+  std::int64_t sets;  // power of two
+  int ways;           // 16 or 32
+  Policy policy;
+
+  std::int64_t slots() const { return sets * ways; }
+};
+
+struct PlanInput {
+  const std::int32_t* topk;             // [tokens, width]
+  const std::int32_t* query_start_loc;  // [requests + 1]
+  const std::int32_t* seq_lens;         // [requests]
+  const std::int32_t* rows;             // [requests], negative: skip
+  std::int64_t tokens;
+  std::int64_t width;
+  std::int64_t requests;
+};
+
+// Buffers may be longer than the step needs; only the step's part is written.
+struct PlanOutput {
+  std::int32_t* slots;        // [max_tokens, width]
+  std::int32_t* new_slots;    // [max_tokens]
+  std::int32_t* miss_ids;     // [max_requests, miss_capacity]
+  std::int32_t* miss_slots;   // [max_requests, miss_capacity]
+  std::int32_t* miss_counts;  // [max_requests]
+  std::int64_t* stats;        // [6], see PlanStats
+  std::int64_t max_tokens;
+  std::int64_t max_requests;
+  std::int64_t miss_capacity;
+  std::int64_t width;
+};
+
+// Order of the stats vector.
+struct PlanStats {
+  std::int64_t hits = 0;
+  std::int64_t misses = 0;
+  std::int64_t new_tokens = 0;
+  std::int64_t displaced = 0;
+  std::int64_t duplicates = 0;
+  std::int64_t invalid = 0;
+};
+
+inline constexpr int kStatsCount = 6;
+
+}  // namespace kvoffload

@@ -1,0 +1,49 @@
+import torch
+
+class Workspace:
+    def __init__(self) -> None: ...
+
+class Residency:
+    def __init__(
+        self, tags: torch.Tensor, ages: torch.Tensor, hands: torch.Tensor, high: torch.Tensor, policy: str
+    ) -> None: ...
+
+class PlanOut:
+    def __init__(
+        self,
+        slots: torch.Tensor,
+        new_slots: torch.Tensor,
+        miss_ids: torch.Tensor,
+        miss_slots: torch.Tensor,
+        miss_counts: torch.Tensor,
+        stats: torch.Tensor,
+    ) -> None: ...
+
+def dsa_plan(
+    topk: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    rows: torch.Tensor,
+    residency: Residency,
+    out: PlanOut,
+    workspace: Workspace,
+) -> None: ...
+def dsa_serve(
+    host: torch.Tensor,
+    hot: torch.Tensor,
+    block_table: torch.Tensor,
+    rows: torch.Tensor,
+    miss_ids: torch.Tensor,
+    miss_slots: torch.Tensor,
+    miss_counts: torch.Tensor,
+) -> int: ...
+def write_rows(
+    hot: torch.Tensor, rows: torch.Tensor, new_rows: torch.Tensor, slots: torch.Tensor
+) -> None: ...
+def host_write(host: torch.Tensor, new_rows: torch.Tensor, slot_mapping: torch.Tensor) -> None: ...
+def host_read(
+    host: torch.Tensor, block_table: torch.Tensor, start: int, count: int, dst: torch.Tensor
+) -> None: ...
+def set_isa(name: str) -> None: ...
+def isa() -> str: ...
+def available_isas() -> list[str]: ...

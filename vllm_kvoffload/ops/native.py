@@ -1,0 +1,133 @@
+"""Calls into the compiled core. :mod:`vllm_kvoffload.ops.oracle` says exactly what each op means."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from vllm_kvoffload.ops import _C
+from vllm_kvoffload.ops.types import PlanOut, Residency, Workspace
+
+ISA_ENV = "KVOFFLOAD_ISA"
+
+
+def dsa_plan(
+    topk: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    rows: torch.Tensor,
+    residency: Residency,
+    out: PlanOut,
+    workspace: Workspace,
+) -> None:
+    """Decides, for one step of one index group, where every chosen token is and which ones must be fetched.
+
+    Args:
+        topk: int32 [T, K], chosen token ids per query token, -1 anywhere for padding.
+        query_start_loc: int32 [N + 1], starts at 0; tokens past its end are padding and get slots of -1.
+        seq_lens: int32 [N], tokens of the request including this step's.
+        rows: int32 [N], the request's row; negative: the request is skipped.
+        residency: updated in place. Its rows must not be planned by two threads at once.
+        out: overwritten.
+        workspace: scratch of the calling thread, reused from call to call.
+
+    Raises:
+        ValueError: a wrong type, shape or range; a row used twice; more ids than a row has slots. State and
+            outputs are then as before.
+    """
+    _C.dsa_plan(topk, query_start_loc, seq_lens, rows, residency.handle, out.handle, workspace)
+
+
+def dsa_serve(
+    host: torch.Tensor,
+    hot: torch.Tensor,
+    block_table: torch.Tensor,
+    rows: torch.Tensor,
+    miss_ids: torch.Tensor,
+    miss_slots: torch.Tensor,
+    miss_counts: torch.Tensor,
+) -> int:
+    """Copies one layer's misses from the host pool into their slots; returns the bytes copied.
+
+    Args:
+        host: uint8 [num_blocks, block_size, row_bytes].
+        hot: uint8 [R, P, row_bytes].
+        block_table: int32 [at least N, B], host blocks of each request.
+        rows: int32 [N], negative: skip.
+        miss_ids: int32 [at least N, M]; with ``miss_slots`` and ``miss_counts`` as the plan wrote them.
+
+    Raises:
+        ValueError: a wrong type, shape or range; nothing was copied then.
+    """
+    return _C.dsa_serve(host, hot, block_table, rows, miss_ids, miss_slots, miss_counts)
+
+
+def write_rows(hot: torch.Tensor, rows: torch.Tensor, new_rows: torch.Tensor, slots: torch.Tensor) -> None:
+    """Writes each token's new row into its slot of the hot pool.
+
+    Args:
+        hot: uint8 [R, P, row_bytes].
+        rows: int32 [T], the row of each token.
+        new_rows: uint8 [T, row_bytes].
+        slots: int32 [T], -1: skip (its row is then not looked at).
+
+    Raises:
+        ValueError: a wrong type, shape or range; nothing was written then.
+    """
+    _C.write_rows(hot, rows, new_rows, slots)
+
+
+def host_write(host: torch.Tensor, new_rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Writes each token's new row into the host pool.
+
+    Args:
+        host: uint8 [num_blocks, block_size, row_bytes].
+        new_rows: uint8 [T, row_bytes].
+        slot_mapping: int64 [T], ``block * block_size + offset``; -1: skip.
+
+    Raises:
+        ValueError: a wrong type, shape or range; nothing was written then.
+    """
+    _C.host_write(host, new_rows, slot_mapping)
+
+
+def host_read(
+    host: torch.Tensor, block_table: torch.Tensor, start: int, count: int, dst: torch.Tensor
+) -> None:
+    """Copies tokens ``start .. start + count`` of one request into the first ``count`` rows of ``dst``.
+
+    Args:
+        host: uint8 [num_blocks, block_size, row_bytes].
+        block_table: int32 [B], the request's host blocks.
+        dst: uint8 [at least count, row_bytes].
+
+    Raises:
+        ValueError: a wrong type, shape or range; nothing was copied then.
+    """
+    _C.host_read(host, block_table, start, count, dst)
+
+
+def available_isas() -> list[str]:
+    """Instruction sets compiled in and supported here, slowest first: of portable, avx2, avx512."""
+    return _C.available_isas()
+
+
+def isa() -> str:
+    """The instruction set that plans use."""
+    return _C.isa()
+
+
+def set_isa(name: str) -> None:
+    """Selects the plan's instruction set for the whole process; ``auto`` takes the best.
+
+    All give the same results. The environment variable ``KVOFFLOAD_ISA`` does the same at import.
+
+    Raises:
+        ValueError: unknown, or this processor lacks it.
+    """
+    _C.set_isa(name)
+
+
+if os.environ.get(ISA_ENV):
+    set_isa(os.environ[ISA_ENV])

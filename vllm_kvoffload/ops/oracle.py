@@ -1,0 +1,300 @@
+"""Plain Python and numpy reference of every op: the specification that the compiled core must equal.
+
+Same signatures as :mod:`vllm_kvoffload.ops`. Written for reading, not for speed: no vectorisation, no scratch
+kept between calls, scans where the core keeps lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_kvoffload.ops.types import STATS, PlanOut, Residency
+
+Array: TypeAlias = npt.NDArray[Any]
+# (ages of the set, hand, ways not needed by this step) -> way
+Victim: TypeAlias = Callable[[Array, int, set[int]], int]
+
+EMPTY = -1
+NO_SLOT = -1
+OLDEST = 3
+
+
+def _round_from(hand: int, ways: int) -> Iterator[int]:
+    return ((hand + step) % ways for step in range(ways))
+
+
+def fifo_victim(ages: Array, hand: int, unneeded: set[int]) -> int:
+    """The first unneeded way at or after the hand, going round. Ages stay 0."""
+    return next(way for way in _round_from(hand, len(ages)) if way in unneeded)
+
+
+def clock_victim(ages: Array, hand: int, unneeded: set[int]) -> int:
+    """Second chance: from the hand on, going round, an unneeded way with age 1 is passed and set to 0; the
+    first with age 0 is the victim. When all had age 1, the round leaves them at 0 and the first unneeded way is
+    the victim. Needed ways are stepped over, their age untouched. Ages: 1 after a hit, 0 after an insert."""
+    for way in _round_from(hand, len(ages)):
+        if way not in unneeded:
+            continue
+        if ages[way] == 0:
+            return way
+        ages[way] = 0
+    return fifo_victim(ages, hand, unneeded)
+
+
+def rrip_victim(ages: Array, hand: int, unneeded: set[int]) -> int:
+    """2-bit SRRIP: the first unneeded way at or after the hand, going round, with age 3; while there is none,
+    all unneeded ways of the set age by one. Ages: 0 after a hit, 2 after an insert."""
+    while not any(ages[way] == OLDEST for way in unneeded):
+        for way in unneeded:
+            ages[way] += 1
+    return next(way for way in _round_from(hand, len(ages)) if way in unneeded and ages[way] == OLDEST)
+
+
+VICTIMS: dict[str, Victim] = {"fifo": fifo_victim, "clock": clock_victim, "rrip": rrip_victim}
+HIT_AGE = {"fifo": None, "clock": 1, "rrip": 0}
+INSERT_AGE = {"fifo": 0, "clock": 0, "rrip": 2}
+
+
+class _RowPlan:
+    """One request's plan on its row."""
+
+    def __init__(self, residency: Residency, row: int) -> None:
+        self.tags: Array = residency.tags.numpy()[row]
+        self.ages: Array = residency.ages.numpy()[row]
+        self.hands: Array = residency.hands.numpy()[row]
+        self.high: Array = residency.high.numpy()[row : row + 1]
+        self.sets: int = self.tags.shape[0]
+        self.ways: int = self.tags.shape[1]
+        self.policy = residency.policy
+        self.needed: set[tuple[int, int]] = set()  # (set, way) used by this step
+        self.placed: dict[int, int] = {}  # id -> slot, of ids placed by this step
+        self.stats = dict.fromkeys(STATS, 0)
+        self.misses: list[tuple[int, int]] = []  # (id, slot)
+
+    def find(self, token: int) -> int:
+        """Slot of a resident id, or NO_SLOT."""
+        home = token & (self.sets - 1)
+        (ways,) = np.nonzero(self.tags[home] == token)
+        return home * self.ways + int(ways[0]) if len(ways) else NO_SLOT
+
+    def drop_unstable(self, stable: int, seq_len: int) -> None:
+        """Forgets residents at or beyond the stable prefix: their rows belong to rejected drafts (I-2)."""
+        high = int(self.high[0])
+        if high - stable > self.sets * self.ways:
+            gone = self.tags >= stable
+        else:
+            gone = (self.tags >= stable) & (self.tags < high)
+        self.tags[gone] = EMPTY
+        self.ages[gone] = 0
+        self.high[0] = seq_len
+
+    def mark_hits(self, ids: Array, limit: int, slots: Array) -> None:
+        """Hits of one query token; slots of the others stay NO_SLOT for now."""
+        for k, token in enumerate(ids.tolist()):
+            slots[k] = NO_SLOT
+            if not 0 <= token <= limit:
+                self.stats["invalid"] += 1
+                continue
+            slot = self.find(token)
+            if slot == NO_SLOT:
+                continue
+            where = divmod(slot, self.ways)
+            self.stats["duplicates" if where in self.needed else "hits"] += 1
+            self.needed.add(where)
+            slots[k] = slot
+            age = HIT_AGE[self.policy]
+            if age is not None:
+                self.ages[where] = age
+
+    def take_way(self, index: int) -> int | None:
+        """A way of the set that this step does not need: the lowest empty one, else the policy's victim,
+        after which the hand stands behind it. None when the step needs all. The way is needed from here on."""
+        unneeded = {way for way in range(self.ways) if (index, way) not in self.needed}
+        if not unneeded:
+            return None
+        empty = [way for way in unneeded if self.tags[index, way] == EMPTY]
+        if empty:
+            way = min(empty)
+        else:
+            way = VICTIMS[self.policy](self.ages[index], int(self.hands[index]), unneeded)
+            self.hands[index] = (way + 1) % self.ways
+        self.needed.add((index, way))
+        return way
+
+    def install(self, token: int) -> int:
+        """Makes an id resident in its own set; NO_SLOT when the step needs all of the set's ways."""
+        home = token & (self.sets - 1)
+        way = self.take_way(home)
+        if way is None:
+            return NO_SLOT
+        self.tags[home, way] = token
+        self.ages[home, way] = INSERT_AGE[self.policy]
+        return home * self.ways + way
+
+    def displace(self, token: int) -> int:
+        """A way of the first other set, going round from the id's own, that has one to spare. It is left
+        untagged, so that the id is gone after this step (I-4)."""
+        home = token & (self.sets - 1)
+        for step in range(1, self.sets):
+            index = (home + step) % self.sets
+            way = self.take_way(index)
+            if way is not None:
+                self.tags[index, way] = EMPTY
+                self.ages[index, way] = 0
+                self.stats["displaced"] += 1
+                return index * self.ways + way
+        raise AssertionError("more ids than slots")
+
+    def resolve(self, token: int, stable: int, new_slots: Array) -> int:
+        """Slot of an id that was not resident when the step began."""
+        if token in self.placed:
+            self.stats["duplicates"] += 1
+            return self.placed[token]
+        slot = self.install(token)
+        if slot == NO_SLOT:
+            slot = self.displace(token)
+        self.placed[token] = slot
+        if token >= stable:
+            new_slots[token - stable] = slot
+            self.stats["new"] += 1
+        else:
+            self.misses.append((token, slot))
+            self.stats["misses"] += 1
+        return slot
+
+    def run(self, topk: Array, seq_len: int, slots: Array, new_slots: Array) -> None:
+        query_len = len(topk)
+        stable = seq_len - query_len
+        new_slots[:] = NO_SLOT
+        self.drop_unstable(stable, seq_len)
+        for t in range(query_len):
+            self.mark_hits(topk[t], stable + t, slots[t])
+        for t in range(query_len):
+            for k, token in enumerate(topk[t].tolist()):
+                if 0 <= token <= stable + t and slots[t, k] == NO_SLOT:
+                    slots[t, k] = self.resolve(token, stable, new_slots)
+        for t in range(query_len):
+            if new_slots[t] == NO_SLOT:
+                new_slots[t] = self.install(stable + t)
+                self.stats["new"] += int(new_slots[t] != NO_SLOT)
+
+
+def _expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _check_plan(
+    topk: Array, starts: Array, seq_lens: Array, rows: Array, residency: Residency, out: PlanOut
+) -> None:
+    _expect(topk.shape[1] == out.slots.shape[1], "topk: width differs from out.slots'")
+    _expect(topk.shape[0] <= out.slots.shape[0], "topk: more tokens than out.slots")
+    _expect(len(seq_lens) <= len(out.miss_counts), "seq_lens: more requests than out.miss_counts")
+    _expect(len(starts) == len(seq_lens) + 1 and starts[0] == 0, "query_start_loc: expected N + 1, from 0")
+    _expect(bool(np.all(np.diff(starts.astype(np.int64)) >= 0)), "query_start_loc: must not decrease")
+    _expect(int(starts[-1]) <= topk.shape[0], "query_start_loc: exceeds topk's tokens")
+    _expect(len(rows) == len(seq_lens), "rows: must have N entries")
+    seen: set[int] = set()
+    for n, row in enumerate(rows.tolist()):
+        query_len = int(starts[n + 1]) - int(starts[n])
+        if row < 0 or query_len == 0:
+            continue
+        ids = query_len * topk.shape[1]
+        _expect(row < residency.num_rows, f"rows[{n}]: outside the residency")
+        _expect(row not in seen, f"rows[{n}]: belongs to an earlier request too")
+        seen.add(row)
+        _expect(int(seq_lens[n]) >= query_len, f"seq_lens[{n}]: less than the query length")
+        _expect(ids <= residency.slots_per_row, "topk: more ids than a row has slots")
+        _expect(ids <= out.miss_ids.shape[1], "out.miss_ids: capacity less than the ids")
+
+
+def dsa_plan(
+    topk: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    rows: torch.Tensor,
+    residency: Residency,
+    out: PlanOut,
+    workspace: object = None,
+) -> None:
+    """The plan. Per request with a row, in this order:
+
+    1. residents at or beyond ``stable = seq_len - query_len`` are dropped;
+    2. every position is looked up: ids below 0 or beyond the query token's own position are invalid,
+       residents are hits and their slots are needed by this step;
+    3. the other ids, in order of position, get a slot each on first sight: :meth:`_RowPlan.install` in their
+       own set, else :meth:`_RowPlan.displace`. Ids below ``stable`` are misses, the others new tokens;
+    4. new tokens that nobody chose are installed too where their set has a way to spare.
+
+    Requests without a row or without tokens and tokens past the last request get slots of -1; their rows'
+    state is untouched. ``workspace`` is accepted for the common signature only.
+    """
+    del workspace
+    ids, starts = topk.numpy(), query_start_loc.numpy()
+    _check_plan(ids, starts, seq_lens.numpy(), rows.numpy(), residency, out)
+    slots, new_slots = out.slots.numpy(), out.new_slots.numpy()
+    slots[: len(ids)] = NO_SLOT
+    new_slots[: len(ids)] = NO_SLOT
+    totals = np.zeros(len(STATS), dtype=np.int64)
+    for n, row in enumerate(rows.tolist()):
+        tokens = slice(int(starts[n]), int(starts[n + 1]))
+        out.miss_counts[n] = 0
+        if row < 0 or tokens.start == tokens.stop:
+            continue
+        plan = _RowPlan(residency, row)
+        plan.run(ids[tokens], int(seq_lens[n]), slots[tokens], new_slots[tokens])
+        for i, (token, slot) in enumerate(plan.misses):
+            out.miss_ids[n, i] = token
+            out.miss_slots[n, i] = slot
+        out.miss_counts[n] = len(plan.misses)
+        totals += np.array([plan.stats[name] for name in STATS])
+    out.stats.numpy()[:] = totals
+
+
+def dsa_serve(
+    host: torch.Tensor,
+    hot: torch.Tensor,
+    block_table: torch.Tensor,
+    rows: torch.Tensor,
+    miss_ids: torch.Tensor,
+    miss_slots: torch.Tensor,
+    miss_counts: torch.Tensor,
+) -> int:
+    """Every miss: the host row of token ``id`` goes to its slot of row ``rows[n]``."""
+    block_size, row_bytes = host.shape[1:]
+    copied = 0
+    for n, row in enumerate(rows.tolist()):
+        for i in range(int(miss_counts[n]) if row >= 0 else 0):
+            block, offset = divmod(int(miss_ids[n, i]), block_size)
+            hot[row, int(miss_slots[n, i])] = host[int(block_table[n, block]), offset]
+            copied += row_bytes
+    return copied
+
+
+def write_rows(hot: torch.Tensor, rows: torch.Tensor, new_rows: torch.Tensor, slots: torch.Tensor) -> None:
+    """Token by token; slot -1 is skipped."""
+    for t, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            hot[int(rows[t]), slot] = new_rows[t]
+
+
+def host_write(host: torch.Tensor, new_rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Token by token; -1 is skipped."""
+    for t, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            block, offset = divmod(slot, host.shape[1])
+            host[block, offset] = new_rows[t]
+
+
+def host_read(
+    host: torch.Tensor, block_table: torch.Tensor, start: int, count: int, dst: torch.Tensor
+) -> None:
+    """Token by token."""
+    for i in range(count):
+        block, offset = divmod(start + i, host.shape[1])
+        dst[i] = host[int(block_table[block]), offset]

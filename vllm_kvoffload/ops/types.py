@@ -1,0 +1,130 @@
+"""State and output buffers of the plan.
+
+Symbols: R rows, P slots per row, W ways, S = P / W sets, T query tokens, N requests, K top-k width.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, TypeAlias, get_args
+
+import torch
+
+from vllm_kvoffload.ops import _C
+
+Policy: TypeAlias = Literal["fifo", "clock", "rrip"]
+POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
+DEFAULT_POLICY: Final[Policy] = "rrip"
+DEFAULT_WAYS: Final = 16
+# Names of the entries of PlanOut.stats, in order.
+STATS: Final = ("hits", "misses", "new", "displaced", "duplicates", "invalid")
+
+Workspace = _C.Workspace
+
+
+class Residency:
+    """Which slots of each row hold which tokens, for one index group.
+
+    Slot number within a row: ``set * W + way``; a token id lives in set ``id & (S - 1)`` only.
+
+    Attributes:
+        tags: int32 [R, S, W], the token id in each slot, -1 when empty.
+        ages: uint8 [R, S, W], the policy's 2 bits per slot.
+        hands: uint8 [R, S], the policy's next way per set.
+        high: int32 [R], the seq_len of the row's last plan, 0 after a reset.
+        policy: one of ``POLICIES``.
+
+    Raises ``ValueError`` when a tensor is not a contiguous CPU tensor of that shape and type, W is not 16 or
+    32, S is not a power of two, or the policy is unknown.
+    """
+
+    def __init__(
+        self, tags: torch.Tensor, ages: torch.Tensor, hands: torch.Tensor, high: torch.Tensor, policy: Policy
+    ) -> None:
+        self.handle: Final = _C.Residency(tags, ages, hands, high, policy)
+        self.tags: Final = tags
+        self.ages: Final = ages
+        self.hands: Final = hands
+        self.high: Final = high
+        self.policy: Final = policy
+
+    @classmethod
+    def allocate(
+        cls, num_rows: int, slots_per_row: int, ways: int = DEFAULT_WAYS, policy: Policy = DEFAULT_POLICY
+    ) -> Residency:
+        """An empty residency of ``num_rows`` rows of ``slots_per_row`` slots (W times a power of two)."""
+        if ways not in {16, 32}:
+            raise ValueError(f"ways: must be 16 or 32, got {ways}")
+        sets = slots_per_row // ways
+        if sets < 1 or sets * ways != slots_per_row or sets & (sets - 1):
+            raise ValueError(
+                f"slots_per_row: must be {ways} times a power of two, got {slots_per_row}; "
+                "change topk_buffer_size"
+            )
+        return cls(
+            torch.full((num_rows, sets, ways), -1, dtype=torch.int32),
+            torch.zeros((num_rows, sets, ways), dtype=torch.uint8),
+            torch.zeros((num_rows, sets), dtype=torch.uint8),
+            torch.zeros(num_rows, dtype=torch.int32),
+            policy,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.tags.shape[0])
+
+    @property
+    def num_sets(self) -> int:
+        return int(self.tags.shape[1])
+
+    @property
+    def ways(self) -> int:
+        return int(self.tags.shape[2])
+
+    @property
+    def slots_per_row(self) -> int:
+        return self.num_sets * self.ways
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all four tensors."""
+        return sum(int(tensor.nbytes) for tensor in (self.tags, self.ages, self.hands, self.high))
+
+    def reset_row(self, row: int) -> None:
+        """Forgets everything of one row, for its next request. Raises ``IndexError`` without such a row."""
+        self.tags[row].fill_(-1)
+        self.ages[row].zero_()
+        self.hands[row].zero_()
+        self.high[row] = 0
+
+
+class PlanOut:
+    """Output buffers of :func:`dsa_plan`, allocated once for the largest step.
+
+    Only the step's part is written.
+
+    Attributes:
+        slots: int32 [T, K], the slot of every top-k position; -1 for padding, negative or future ids.
+        new_slots: int32 [T], the slot given to each of the step's new tokens; -1: none.
+        miss_ids: int32 [N, M], distinct ids to fetch, the first ``miss_counts[n]`` of row n.
+        miss_slots: int32 [N, M], the slot each of them goes to.
+        miss_counts: int32 [N].
+        stats: int64 [6], see ``STATS``; of the last call.
+    """
+
+    def __init__(self, max_tokens: int, max_requests: int, topk: int, max_query_len: int) -> None:
+        capacity = max_query_len * topk
+        self.slots: Final = torch.full((max_tokens, topk), -1, dtype=torch.int32)
+        self.new_slots: Final = torch.full((max_tokens,), -1, dtype=torch.int32)
+        self.miss_ids: Final = torch.full((max_requests, capacity), -1, dtype=torch.int32)
+        self.miss_slots: Final = torch.full((max_requests, capacity), -1, dtype=torch.int32)
+        self.miss_counts: Final = torch.zeros(max_requests, dtype=torch.int32)
+        self.stats: Final = torch.zeros(len(STATS), dtype=torch.int64)
+        self.handle: Final = _C.PlanOut(
+            self.slots, self.new_slots, self.miss_ids, self.miss_slots, self.miss_counts, self.stats
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        buffers = (self.slots, self.new_slots, self.miss_ids, self.miss_slots, self.miss_counts, self.stats)
+        return sum(int(buffer.nbytes) for buffer in buffers)
