@@ -1,0 +1,114 @@
+"""Entry point of the `kvoffload` command: its subcommands and their options."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from vllm_kvoffload.cli import size as sizing
+from vllm_kvoffload.config import ConfigError
+
+DEMO_MODULE = "vllm_kvoffload.demo.run"
+
+app = typer.Typer(
+    name="kvoffload", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+
+
+@app.callback()
+def _root() -> None:
+    """KV cache offload for sparse-attention models on vLLM."""
+
+
+@app.command()
+def size(
+    *,
+    model: Annotated[Path, typer.Option(help="Model folder, or its config.json.")],
+    device_gb: Annotated[
+        float | None, typer.Option(help="Device memory for KV in all, GiB. Without it: what is needed.")
+    ] = None,
+    dram_gb: Annotated[int, typer.Option(help="dram_size_per_dp_GB: host memory for main KV, GiB.")] = 128,
+    topk_buffer_size: Annotated[int, typer.Option(help="Hot-pool slots of a request.")] = 4096,
+    ways: Annotated[int, typer.Option(help="Slots of a hot pool's set, 16 or 32.")] = 16,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that decode together.")] = 64,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of the longest request. Default: the model's own limit.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 128,
+    layout: Annotated[str, typer.Option(help="Main KV layout: cpu, ascend or fp8.")] = "ascend",
+    indexer_layout: Annotated[
+        str | None, typer.Option(help="Indexer layout: model, float32, fp8, int8 or mxfp4.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Type of unquantised caches. Default: the model's.")
+    ] = None,
+    num_speculative_tokens: Annotated[int, typer.Option(min=0, help="MTP drafts of a step.")] = 0,
+    aggregated: Annotated[
+        bool, typer.Option("--aggregated", help="The engine prefills too: no KV transfer.")
+    ] = False,
+    prefill_buffers: Annotated[int, typer.Option(help="Layer buffers of an aggregated engine.")] = 2,
+    keep_device_kv_cache: Annotated[
+        bool, typer.Option("--keep-device-kv-cache", help="Debugging: keep the main KV on the device too.")
+    ] = False,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Say which budgets this many tokens need.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print a model's KV geometry and what fits with and without offload."""
+    request = sizing.SizeRequest(
+        model=model,
+        device_gb=device_gb,
+        dram_gb=dram_gb,
+        topk_buffer_size=topk_buffer_size,
+        ways=ways,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        layout=layout,
+        indexer_layout=indexer_layout,
+        dtype=dtype,
+        num_speculative_tokens=num_speculative_tokens,
+        prefill_buffers=prefill_buffers if aggregated else 0,
+        keep_device=keep_device_kv_cache,
+        tokens=tokens,
+    )
+    try:
+        report = sizing.size_report(request)
+    except ConfigError as error:
+        typer.echo(f"kvoffload size: {error}", err=True)
+        raise typer.Exit(2) from error
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        sizing.print_report(report, Console())
+
+
+def _demo(context: typer.Context) -> None:
+    """Build and run the demo model."""
+    raise typer.Exit(importlib.import_module(DEMO_MODULE).main(context.args) or 0)
+
+
+def _add_demo() -> None:
+    """Adds `kvoffload demo` where its module is there; all its arguments, --help too, are its own."""
+    if find_spec(DEMO_MODULE) is not None:
+        settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+        app.command("demo", context_settings=settings)(_demo)
+
+
+_add_demo()
+
+
+def main() -> None:
+    """Console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
