@@ -1,0 +1,38 @@
+# Everything a person or CI runs. Each target does its own set-up on a fresh machine; `make help` lists them.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast lint bench clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+setup:  ## make or refresh .venv (first time: about 3 minutes and 4 GB; later: a moment)
+	@$(PYTHON) scripts/setup_cpu.py --venv $(VENV)
+
+demo: setup  ## run the demonstration on this machine's CPU
+	@$(BIN)/kvoffload demo $(ARGS)
+
+test: setup  ## all tests, also those that start vLLM engines (ARGS="-k name" chooses)
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-fast: setup  ## the tests that take seconds
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+lint: setup  ## ruff's checks and formatting, and mypy --strict
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/mypy scripts
+
+bench: setup  ## every benchmarks/bench_*.py
+	@set -e; for bench in benchmarks/bench_*.py; do \
+	  test -f "$$bench" || { echo "no benchmarks/bench_*.py here" >&2; exit 1; }; \
+	  echo "== $$bench"; $(BIN)/python "$$bench" $(ARGS); done
+
+clean:  ## remove build products and caches ($(VENV) stays: rm -rf it to start from nothing)
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
