@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +32,12 @@ class StepBatch:
     slot_mapping: torch.Tensor
     block_size: int
     req_ids: tuple[str, ...] = ()
+
+    def named(self, req_ids: Sequence[str]) -> StepBatch:
+        """The same batch with its request ids. Raises ValueError when their number is wrong."""
+        if len(req_ids) != len(self.seq_lens):
+            raise ValueError(f"{len(req_ids)} request ids for {len(self.seq_lens)} requests")
+        return replace(self, req_ids=tuple(req_ids))
 
     @property
     def num_requests(self) -> int:

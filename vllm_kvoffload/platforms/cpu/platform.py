@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
-from vllm_kvoffload.config import EngineFacts, parse_sparse_offload, validate_sparse_offload
+from vllm_kvoffload.config import (
+    ConfigError,
+    EngineFacts,
+    SparseOffloadConfig,
+    parse_sparse_offload,
+    validate_sparse_offload,
+)
 from vllm_kvoffload.geometry import KVGeometry
+from vllm_kvoffload.platforms.refusal import refuse
+from vllm_kvoffload.sparse.capacity import CapacityInputs, CapacityPlan, plan_capacity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,15 +91,27 @@ def check_offload(vllm_config: VllmConfig, index_topk: int | None) -> None:
     """Refuses an offload configuration that can't work, before any process or memory is created.
 
     Raises:
-        ConfigError: one line with key, value, rule and fix.
+        StartupRefusedError: one line with key, value, rule and fix.
     """
-    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
-    speculative = vllm_config.speculative_config
-    facts = EngineFacts(
+    try:
+        config = parse_sparse_offload(vllm_config.additional_config)
+        validate_sparse_offload(config, engine_facts(vllm_config, index_topk))
+        device_bytes = vllm_config.cache_config.kv_cache_memory_bytes
+        if config.enabled and device_bytes is not None:
+            capacity_of(vllm_config, config, device_bytes)
+    except ConfigError as error:
+        refuse(error)
+
+
+def engine_facts(vllm_config: VllmConfig, index_topk: int | None) -> EngineFacts:
+    """What the rules of the offload options need to know about the engine."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    transfer, speculative = vllm_config.kv_transfer_config, vllm_config.speculative_config
+    return EngineFacts(
         index_topk=index_topk,
         block_size=vllm_config.cache_config.block_size,
         max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-        has_compress_ratios=getattr(vllm_config.model_config.hf_text_config, "compress_ratios", None) is not None,
+        has_compress_ratios=getattr(model.hf_text_config, "compress_ratios", None) is not None,
         num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         prefill_context_parallel_size=parallel.prefill_context_parallel_size,
@@ -99,6 +119,24 @@ def check_offload(vllm_config: VllmConfig, index_topk: int | None) -> None:
         uses_v2_runner=bool(getattr(vllm_config, "use_v2_model_runner", False)),
         kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
         kv_role=transfer.kv_role if transfer else None,
-        sleep_mode=vllm_config.model_config.enable_sleep_mode,
+        sleep_mode=model.enable_sleep_mode,
     )
-    validate_sparse_offload(parse_sparse_offload(vllm_config.additional_config), facts)
+
+
+def capacity_of(vllm_config: VllmConfig, config: SparseOffloadConfig, device_bytes: int) -> CapacityPlan:
+    """What fits into a device budget. Raises CapacityError if one longest request doesn't."""
+    aggregated = vllm_config.kv_transfer_config is None
+    return plan_capacity(
+        CapacityInputs(
+            geometry=model_geometry(vllm_config),
+            block_size=vllm_config.cache_config.block_size,
+            device_bytes=device_bytes,
+            dram_bytes=config.dram_bytes,
+            max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+            max_model_len=vllm_config.model_config.max_model_len,
+            topk_buffer_size=config.topk_buffer_size,
+            ways=config.ways,
+            prefill_buffers=config.prefill_buffers if aggregated and not config.keep_device_kv_cache else 0,
+            keep_device=config.keep_device_kv_cache,
+        )
+    )

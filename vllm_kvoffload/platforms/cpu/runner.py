@@ -2,23 +2,92 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.utils import bind_kv_cache
 
 from vllm_kvoffload.platforms.cpu.attention import CPUSparseMLAImpl
-from vllm_kvoffload.platforms.cpu.paged import PagedKV
+from vllm_kvoffload.platforms.cpu.indexer import CPUIndexerCache
+from vllm_kvoffload.platforms.cpu.metadata import SparseMetadata
+from vllm_kvoffload.platforms.cpu.offload import CPUOffload, offload_config
+from vllm_kvoffload.sparse.paged import PagedKV
 
 
 class KVOffloadCPUModelRunner(CPUModelRunner):  # type: ignore[misc]
-    """vLLM's CPU runner; binds a :class:`LayerKV` to every sparse attention layer."""
+    """vLLM's CPU runner; binds a :class:`LayerKV` to every sparse attention layer.
 
-    def initialize_kv_cache_tensors(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        caches: dict[str, torch.Tensor] = super().initialize_kv_cache_tensors(*args, **kwargs)
-        for name in caches:
-            layer = self.compilation_config.static_forward_context[name]
-            impl = getattr(layer, "impl", None)
-            if isinstance(impl, CPUSparseMLAImpl):
-                impl.kv = PagedKV(layer.kv_cache)
+    With offload, vLLM's cache tensors are only the indexers' key caches; the main KV tensor of a layer that
+    vLLM and connectors see is the host pool's.
+    """
+
+    offload: CPUOffload | None = None
+
+    def initialize_kv_cache_tensors(
+        self,
+        kv_cache_config: KVCacheConfig,
+        kernel_block_sizes: list[int],
+        kv_cache_allocation_context: AbstractContextManager[None] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        config = offload_config(self.vllm_config)
+        if config is None:
+            caches: dict[str, torch.Tensor] = super().initialize_kv_cache_tensors(
+                kv_cache_config, kernel_block_sizes, kv_cache_allocation_context
+            )
+            for layer in self._sparse_layers(caches):
+                layer.impl.kv = PagedKV(layer.kv_cache)
+            return caches
+        with kv_cache_allocation_context or nullcontext():
+            return self._initialize_offload(CPUOffload(self.vllm_config, config, kv_cache_config.num_blocks), kv_cache_config)
+
+    def _initialize_offload(self, offload: CPUOffload, kv_cache_config: KVCacheConfig) -> dict[str, torch.Tensor]:
+        self.offload = offload
+        context = self.compilation_config.static_forward_context
+        dtype, num_blocks = self.model_config.dtype, kv_cache_config.num_blocks
+        block_size = self.cache_config.block_size
+        caches: dict[str, torch.Tensor] = {}
+        for name in (name for group in kv_cache_config.kv_cache_groups for name in group.layer_names):
+            layer = context[name]
+            if isinstance(layer, CPUIndexerCache):
+                caches[name] = torch.zeros((num_blocks, 1, block_size, layer.head_dim), dtype=layer.dtype)
+            else:
+                caches[name] = offload.host_cache(extract_layer_index(name), dtype)
+        bind_kv_cache(caches, context, self.kv_caches, kv_cache_groups=kv_cache_config.kv_cache_groups)
+        for layer in self._sparse_layers(caches):
+            device = None
+            if offload.keep_device:
+                device = PagedKV(torch.zeros_like(layer.kv_cache))
+            layer.impl.kv = offload.manager.layer(extract_layer_index(layer.layer_name), device)
         return caches
+
+    def _sparse_layers(self, caches: dict[str, torch.Tensor]) -> list[Any]:
+        layers = (self.compilation_config.static_forward_context[name] for name in caches)
+        return [layer for layer in layers if isinstance(getattr(layer, "impl", None), CPUSparseMLAImpl)]
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        if self.offload is not None:
+            manager = self.offload.manager
+            manager.release(scheduler_output.finished_req_ids)
+            manager.release(scheduler_output.preempted_req_ids or ())
+            if scheduler_output.kv_cache_block_copies:
+                manager.store.join()
+        return super()._update_states(scheduler_output)
+
+    def _build_attention_metadata(self, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any) -> Any:
+        built = super()._build_attention_metadata(num_tokens, num_reqs, *args, **kwargs)
+        if self.offload is not None:
+            per_layer = built[0]
+            metadata = next(m for m in per_layer.values() if isinstance(m, SparseMetadata))
+            self.offload.manager.begin_step(metadata.batch.named(self.input_batch.req_ids[:num_reqs]))
+        return built
+
+    def shutdown(self) -> None:
+        offload, self.offload = self.offload, None
+        super().shutdown()
+        if offload is not None:
+            offload.close()

@@ -5,14 +5,30 @@ from __future__ import annotations
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_kvoffload.platforms.cpu.offload import log_capacity, offload_config
+from vllm_kvoffload.platforms.cpu.platform import capacity_of
 from vllm_kvoffload.platforms.cpu.runner import KVOffloadCPUModelRunner
 
 
 class KVOffloadCPUWorker(CPUWorker):  # type: ignore[misc]
-    """vLLM's CPU worker with our model runner."""
+    """vLLM's CPU worker with our model runner.
+
+    vLLM divides what a worker reports as available by the page bytes of *all* caches. Under offload the
+    capacity formula says how many blocks fit; the worker reports just the bytes that make vLLM's division
+    come out there, so the scheduler sees exactly that number (invariant I-8).
+    """
 
     def init_device(self) -> None:
         super().init_device()
         if self.use_v2_model_runner:
             raise NotImplementedError("vllm-kvoffload needs Model Runner V1: unset VLLM_USE_V2_MODEL_RUNNER")
         self.model_runner = KVOffloadCPUModelRunner(self.vllm_config, torch.device("cpu"))
+
+    def determine_available_memory(self) -> int:
+        device_bytes: int = super().determine_available_memory()
+        config = offload_config(self.vllm_config)
+        if config is None:
+            return device_bytes
+        plan = capacity_of(self.vllm_config, config, device_bytes)
+        log_capacity(plan)
+        return plan.logical_bytes

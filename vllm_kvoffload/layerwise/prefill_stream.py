@@ -1,0 +1,112 @@
+"""Prefill on an aggregated engine: each layer's prefix streams from the host pool through a few buffers.
+
+A *job* is one layer of one prefill request. Jobs run in a fixed order (all requests of layer 0, then layer
+1, ...), job ``j`` in buffer ``j % num_buffers``. A buffer holds the request's rows by position, so the
+indexer's choice is the row number. While job ``j`` attends, the loads of the next jobs run on the ``h2d``
+stream; a buffer is refilled only after the job that used it has closed it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvoffload import ops
+from vllm_kvoffload.runtime.base import Event, Runtime
+from vllm_kvoffload.sparse.host_store import HostStore
+
+STREAM = "h2d"
+
+
+@dataclass(frozen=True)
+class PrefillRequest:
+    """A request's prefix to be loaded in every layer.
+
+    Attributes:
+        computed: tokens of the prefix.
+        blocks: int32 [B], its block table row.
+        late: the prefix contains rows that are written in this very step.
+    """
+
+    computed: int
+    blocks: torch.Tensor
+    late: bool
+
+
+class PrefillStream:
+    """The buffers and their pipeline.
+
+    Args:
+        store: the host pool.
+        runtime: owner of the load stream.
+        buffers: uint8 [num_buffers, max_tokens, row_bytes] device memory.
+        deadline_s: bound of every wait.
+    """
+
+    def __init__(self, store: HostStore, runtime: Runtime, buffers: torch.Tensor, deadline_s: float) -> None:
+        self.bytes_loaded = 0
+        self._store = store
+        self._stream = runtime.stream(STREAM)
+        self._buffers = buffers
+        self._deadline_s = deadline_s
+        self._requests: list[PrefillRequest] = []
+        self._loaded: dict[int, Event] = {}
+        self._next = 0
+
+    def begin_step(self, requests: list[PrefillRequest]) -> None:
+        """Starts the first loads of a step's prefill requests.
+
+        A step that failed half-way may have left loads behind: they are joined first, since they read
+        blocks that may belong to someone else now.
+        """
+        for event in self._loaded.values():
+            event.wait(self._deadline_s)
+        self._requests = requests
+        self._loaded.clear()
+        self._next = 0
+        if requests:
+            for job in range(min(len(self._buffers), self._num_jobs)):
+                self._prefetch(job)
+
+    def open(self, layer: int, index: int) -> torch.Tensor:
+        """Buffer, uint8 [max_tokens, row_bytes], with the prefix of the step's ``index``-th request."""
+        job = layer * len(self._requests) + index
+        if job != self._next:
+            raise RuntimeError(f"prefill job {job} (layer {layer}, request {index}) out of order: expected {self._next}")
+        if job not in self._loaded:  # a late prefix: its rows exist only now
+            self._store.await_layer(layer)
+            self._load(job)
+        self._loaded.pop(job).wait(self._deadline_s)
+        return self._buffers[job % len(self._buffers)]
+
+    def close(self) -> None:
+        """Gives the open buffer back; nothing reads it any more."""
+        job = self._next + len(self._buffers)
+        self._next += 1
+        if job < self._num_jobs:
+            self._prefetch(job)
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of the buffers."""
+        return self._buffers.numel()
+
+    @property
+    def _num_jobs(self) -> int:
+        return len(self._requests) * len(self._store.layers)
+
+    def _prefetch(self, job: int) -> None:
+        if not self._requests[job % len(self._requests)].late:
+            self._load(job)
+
+    def _load(self, job: int) -> None:
+        layer, index = divmod(job, len(self._requests))
+        request = self._requests[index]
+        target = self._buffers[job % len(self._buffers)][: request.computed]
+        source = self._store.layers[layer]
+        self._stream.submit(
+            ops.host_read, source, request.blocks, 0, request.computed, target, label=f"load layer {layer}"
+        )
+        self._loaded[job] = self._stream.record(f"prefix of layer {layer}, prefill request {index}")
+        self.bytes_loaded += target.numel()

@@ -1,0 +1,112 @@
+"""Puts the sparse decode offload together for one CPU worker: capacity, host pool, runtime, manager."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
+
+from vllm_kvoffload.config import SparseOffloadConfig, parse_sparse_offload
+from vllm_kvoffload.geometry import KVGeometry
+from vllm_kvoffload.platforms.cpu.platform import model_geometry
+from vllm_kvoffload.runtime.cpu import CpuRuntime
+from vllm_kvoffload.sparse.capacity import CapacityPlan
+from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
+from vllm_kvoffload.sparse.manager import SparseKVManager
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+
+def offload_config(vllm_config: VllmConfig) -> SparseOffloadConfig | None:
+    """The engine's offload options, None when it is off."""
+    config = parse_sparse_offload(vllm_config.additional_config)
+    return config if config.enabled else None
+
+
+def log_capacity(plan: CapacityPlan) -> None:
+    """The start-up line that says what the offload buys."""
+    logger.info(
+        "Sparse KV offload: %d KV tokens in %d blocks (%.1fx the %d tokens without offload; limit: %s). "
+        "Device: hot pools %s, residency %s, prefill buffers %s, indexer %s; host pool %s.",
+        plan.tokens,
+        plan.num_blocks,
+        plan.factor,
+        plan.baseline_tokens,
+        plan.limit,
+        _mib(plan.hot_bytes),
+        _mib(plan.residency_bytes + plan.plan_bytes),
+        _mib(plan.staging_bytes),
+        _mib(plan.indexer_bytes_per_block * plan.num_blocks),
+        _mib(plan.host_bytes),
+    )
+
+
+def _mib(count: int) -> str:
+    return f"{count / (1 << 20):.1f} MiB"
+
+
+class CPUOffload:
+    """One worker's offload: everything it owns is freed by :meth:`close`.
+
+    Args:
+        vllm_config: the engine's configuration.
+        config: its offload options.
+        num_blocks: KV blocks the scheduler hands out.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, config: SparseOffloadConfig, num_blocks: int) -> None:
+        geometry = model_geometry(vllm_config)
+        group = get_tp_group()
+        self.keep_device = config.keep_device_kv_cache
+        self._runtime = CpuRuntime()
+        self._pool = self._open_pool(geometry, config, vllm_config.cache_config.block_size, num_blocks)
+        self.manager = SparseKVManager(
+            geometry,
+            config,
+            max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+            max_model_len=vllm_config.model_config.max_model_len,
+            host_layers=[self._pool.layer(layer)[0] for layer in range(geometry.num_layers)],
+            runtime=self._runtime,
+            writer=group.rank_in_group == 0,
+            barrier=group.barrier if group.world_size > 1 else None,
+        )
+
+    @staticmethod
+    def _open_pool(
+        geometry: KVGeometry, config: SparseOffloadConfig, block_size: int, num_blocks: int
+    ) -> HostPool:
+        layout = HostPoolLayout(
+            num_layers=geometry.num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            components=tuple((c.name, c.row_bytes) for c in geometry.main_components),
+        )
+        group = get_tp_group()
+        if group.rank_in_group == 0:
+            pool = HostPool.create(layout, limit_bytes=config.dram_bytes)
+            name = pool.name
+        else:
+            pool, name = None, ""
+        name = group.broadcast_object(name, src=0) if group.world_size > 1 else name
+        if pool is None:
+            pool = HostPool.attach(name, layout)
+        if group.world_size > 1:
+            group.barrier()
+        pool.seal()
+        return pool
+
+    def host_cache(self, layer: int, dtype: torch.dtype) -> torch.Tensor:
+        """The whole main KV of a layer in host memory, [num_blocks, 1, block_size, D]."""
+        return self._pool.layer(layer)[0].view(dtype).unsqueeze(1)
+
+    def close(self) -> None:
+        """Finishes what is in flight, stops the threads, frees the pool."""
+        try:
+            self._runtime.shutdown()
+        finally:
+            self._pool.close()

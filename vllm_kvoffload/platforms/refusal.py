@@ -1,0 +1,30 @@
+"""Ending a start-up with one clear line instead of a page of traceback."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import NoReturn
+
+from vllm_kvoffload.config import ConfigError
+
+
+class StartupRefusedError(RuntimeError):
+    """The engine was not started: its message is the :class:`ConfigError`'s line.
+
+    Not a ValueError: pydantic, which runs vLLM's configuration checks, would wrap one into several lines.
+    """
+
+
+def refuse(error: ConfigError) -> NoReturn:
+    """Raises :class:`StartupRefusedError`; if nothing catches it, the process prints its line and exits with 1."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(value, StartupRefusedError):
+            print(f"vllm-kvoffload: {value}", file=sys.stderr)
+        else:
+            previous(kind, value, trace)
+
+    sys.excepthook = hook
+    raise StartupRefusedError(str(error)) from None

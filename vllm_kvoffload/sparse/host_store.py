@@ -1,0 +1,76 @@
+"""Writes of new main KV rows into the host pool, asynchronously, and the waits they need.
+
+A row is written once, by TP rank 0, on the ``d2h`` stream. Three readers must not come too early:
+
+- the next step: :meth:`HostStore.begin_step` joins all writes of the previous one;
+- another TP rank in the next step: it can't pass that step's first collective before rank 0 has joined;
+- a request that hit a prefix which another request computes *in the same step*: vLLM publishes block hashes
+  when it schedules, not when the rows exist. Such readers call :meth:`HostStore.await_layer` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from vllm_kvoffload import ops
+from vllm_kvoffload.runtime.base import Event, Runtime
+
+STREAM = "d2h"
+
+
+class HostStore:
+    """The host pool's rows by layer, and who may read them when.
+
+    Args:
+        layers: for each layer uint8 [num_blocks, block_size, row_bytes] in host memory.
+        runtime: owner of the write stream.
+        writer: whether this rank writes (TP rank 0) or only reads.
+        barrier: collective over the TP ranks, None for a single rank.
+        deadline_s: bound of every wait.
+    """
+
+    def __init__(
+        self,
+        layers: list[torch.Tensor],
+        runtime: Runtime,
+        *,
+        writer: bool,
+        barrier: Callable[[], None] | None,
+        deadline_s: float,
+    ) -> None:
+        self.layers = layers
+        self.bytes_written = 0
+        self._stream = runtime.stream(STREAM)
+        self._writer = writer
+        self._barrier = barrier
+        self._deadline_s = deadline_s
+        self._written: list[Event | None] = [None] * len(layers)
+
+    def begin_step(self) -> None:
+        """Joins the previous step's writes: from here on all of its rows are in the host pool."""
+        self.join()
+        self._written = [None] * len(self.layers)
+
+    def join(self) -> None:
+        """Waits for every write so far."""
+        for event in self._written:
+            if event is not None:
+                event.wait(self._deadline_s)
+
+    def write(self, layer: int, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Queues the step's new rows of a layer, uint8 [T, row_bytes], which nobody may change any more."""
+        if not self._writer:
+            return
+        self._stream.submit(ops.host_write, self.layers[layer], rows, slot_mapping, label=f"write layer {layer}")
+        self._written[layer] = self._stream.record(f"host rows of layer {layer}")
+        self.bytes_written += rows.numel()
+
+    def await_layer(self, layer: int) -> None:
+        """Waits until this step's rows of a layer are in the host pool, on every rank."""
+        event = self._written[layer]
+        if event is not None:
+            event.wait(self._deadline_s)
+        if self._barrier is not None:
+            self._barrier()

@@ -1,0 +1,62 @@
+"""The device side of sparse decode: hot rows of every layer, and one residency per index group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_kvoffload import ops
+from vllm_kvoffload.geometry import IndexGroup, KVGeometry
+
+
+@dataclass
+class GroupPool:
+    """What the layers of one index group share.
+
+    Attributes:
+        group: the layers.
+        residency: which token is in which slot of which row.
+        plan: output of the step's plan, reused by every layer of the group.
+    """
+
+    group: IndexGroup
+    residency: ops.Residency
+    plan: ops.PlanOut
+
+
+class HotPool:
+    """Hot rows, uint8 [R, P, row_bytes] for every layer, and the groups' residencies.
+
+    Args:
+        geometry: layers and groups.
+        num_rows: R, most requests that decode at once.
+        num_slots: P, slots of a row.
+        ways: W. policy: name of the replacement policy. max_query_len: query tokens of a request in a step.
+    """
+
+    def __init__(
+        self, geometry: KVGeometry, *, num_rows: int, num_slots: int, ways: int, policy: str, max_query_len: int
+    ) -> None:
+        self.num_slots = num_slots
+        self.layers = [
+            torch.zeros((num_rows, num_slots, geometry.main_row_bytes), dtype=torch.uint8)
+            for _ in range(geometry.num_layers)
+        ]
+        # The plan is consumed by the layers of its group before the next group plans: one output serves all.
+        plan = ops.PlanOut(num_rows * max_query_len, num_rows, geometry.index_topk, max_query_len)
+        self.workspace = ops.Workspace()
+        self.groups = [
+            GroupPool(group, ops.Residency.allocate(num_rows, num_slots, ways, policy), plan)
+            for group in geometry.groups
+        ]
+
+    def reset_row(self, row: int) -> None:
+        """Forgets a row's tokens in every group: its next owner starts cold."""
+        for pool in self.groups:
+            pool.residency.reset_row(row)
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of the hot rows and of the residencies."""
+        return sum(t.numel() for t in self.layers) + sum(p.residency.nbytes for p in self.groups)

@@ -1,0 +1,217 @@
+"""Sparse decode offload of one worker: pools, rows of live requests, and the state of the current step.
+
+A request's way through a step: :meth:`SparseKVManager.begin_step` sorts the batch into decode and prefill
+and gives every decoding request its row; each layer's :class:`~vllm_kvoffload.sparse.offloaded.OffloadedKV`
+then serves attention. Everything that must be given back is given back in :meth:`release`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_kvoffload import ops
+from vllm_kvoffload.config import SparseOffloadConfig
+from vllm_kvoffload.geometry import KVGeometry
+from vllm_kvoffload.layerwise.prefill_stream import PrefillRequest, PrefillStream
+from vllm_kvoffload.runtime.base import Runtime
+from vllm_kvoffload.sparse.host_store import HostStore
+from vllm_kvoffload.sparse.hot_pool import GroupPool, HotPool
+from vllm_kvoffload.sparse.offloaded import OffloadedKV
+from vllm_kvoffload.sparse.paged import PagedKV
+from vllm_kvoffload.sparse.rows import RowTable
+from vllm_kvoffload.sparse.stats import OffloadStats
+from vllm_kvoffload.sparse.step import StepBatch
+
+DEADLINE_S = 60.0
+"""Bound of every wait for a copy; copies take milliseconds, so this only ends what is stuck."""
+
+
+@dataclass(frozen=True)
+class StepState:
+    """A step's batch, sorted. N' decoding requests with T' query tokens in all.
+
+    Attributes:
+        decode: batch indices of the decoding requests; prefill: of the others.
+        decode_late: whether a decoding request's prefix is written in this very step.
+        decode_tokens: int64 [T'] query tokens of the step; token_rows: int32 [T'] their rows.
+        decode_start_loc: int32 [N'+1]; decode_seq_lens, decode_rows: int32 [N'].
+        decode_block_table: int32 [N', B].
+    """
+
+    decode: npt.NDArray[np.int64]
+    prefill: tuple[int, ...]
+    decode_late: bool
+    decode_tokens: torch.Tensor
+    token_rows: torch.Tensor
+    decode_start_loc: torch.Tensor
+    decode_seq_lens: torch.Tensor
+    decode_rows: torch.Tensor
+    decode_block_table: torch.Tensor
+
+
+class SparseKVManager:
+    """Owns hot pool, rows, host writes and prefill buffers of one worker.
+
+    Args:
+        geometry: layers, groups, row bytes.
+        config: validated options.
+        max_num_seqs: most requests in a step; max_model_len: longest request, tokens.
+        host_layers: for each layer uint8 [num_blocks, block_size, row_bytes] of the host pool.
+        runtime: streams for the copies.
+        writer: whether this rank writes the host pool.
+        barrier: collective over TP ranks, None for one.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        config: SparseOffloadConfig,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        host_layers: list[torch.Tensor],
+        runtime: Runtime,
+        writer: bool = True,
+        barrier: Callable[[], None] | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        self.geometry = geometry
+        self.max_query_len = 1 + geometry.num_speculative_tokens
+        self._stats = OffloadStats()
+        self.rows = RowTable(max_num_seqs)
+        self.hot = HotPool(
+            geometry,
+            num_rows=max_num_seqs,
+            num_slots=config.topk_buffer_size,
+            ways=config.ways,
+            policy=config.policy,
+            max_query_len=self.max_query_len,
+        )
+        self.store = HostStore(host_layers, runtime, writer=writer, barrier=barrier, deadline_s=deadline_s)
+        block_size = host_layers[0].shape[1]
+        buffer_tokens = 0 if config.keep_device_kv_cache else -(-max_model_len // block_size) * block_size
+        buffers = torch.zeros(
+            (config.prefill_buffers, buffer_tokens, geometry.main_row_bytes), dtype=torch.uint8
+        )
+        self.prefill = PrefillStream(self.store, runtime, buffers, deadline_s)
+        self._keep_device = config.keep_device_kv_cache
+        self._seen: set[str] = set()
+        self._step: StepState | None = None
+
+    @property
+    def stats(self) -> OffloadStats:
+        """Totals so far."""
+        self._stats.prefill_bytes = self.prefill.bytes_loaded
+        self._stats.written_bytes = self.store.bytes_written
+        return self._stats
+
+    @property
+    def step(self) -> StepState:
+        """State of the current step."""
+        assert self._step is not None, "attention ran before begin_step"
+        return self._step
+
+    def layer(self, layer: int, device: PagedKV | None = None) -> OffloadedKV:
+        """The main KV of one layer, to be bound to its attention."""
+        return OffloadedKV(self, layer, device)
+
+    def begin_step(self, batch: StepBatch) -> None:
+        """Sorts a batch and prepares its copies. Called once before the first layer runs."""
+        self.store.begin_step()
+        late = self._late_requests(batch)
+        is_decode = batch.query_lens <= self.max_query_len
+        decode = np.flatnonzero(is_decode)
+        prefill = tuple(int(n) for n in np.flatnonzero(~is_decode))
+        self._step = self._sort(batch, decode, prefill, bool(late[decode].any()))
+        self._seen.update(batch.req_ids)
+        if self._keep_device:
+            self.prefill.begin_step([])
+            return
+        self.prefill.begin_step(
+            [PrefillRequest(int(batch.computed[n]), batch.block_table[n], bool(late[n])) for n in prefill]
+        )
+        self._stats.decode_steps += bool(decode.size)
+
+    def _sort(
+        self, batch: StepBatch, decode: npt.NDArray[np.int64], prefill: tuple[int, ...], late: bool
+    ) -> StepState:
+        rows = np.array([self._row(batch.req_ids[n]) for n in decode], dtype=np.int32)
+        lengths = batch.query_lens[decode]
+        start_loc = np.zeros(len(decode) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=start_loc[1:])
+        first = batch.query_start_loc[decode]
+        tokens = np.repeat(first - start_loc[:-1], lengths) + np.arange(start_loc[-1])
+        return StepState(
+            decode=decode,
+            prefill=prefill,
+            decode_late=late,
+            decode_tokens=torch.from_numpy(tokens.astype(np.int64)),
+            token_rows=torch.from_numpy(np.repeat(rows, lengths)),
+            decode_start_loc=torch.from_numpy(start_loc),
+            decode_seq_lens=torch.from_numpy(np.ascontiguousarray(batch.seq_lens[decode])),
+            decode_rows=torch.from_numpy(rows),
+            decode_block_table=batch.block_table[torch.from_numpy(decode)].contiguous(),
+        )
+
+    def _row(self, req_id: str) -> int:
+        known = req_id in self.rows
+        row = self.rows.acquire(req_id)
+        if not known:
+            self.hot.reset_row(row.index)
+        return row.index
+
+    def _late_requests(self, batch: StepBatch) -> npt.NDArray[np.bool_]:
+        """Which requests have a prefix that another request writes in this step.
+
+        Only a request's first step can: afterwards its prefix is its own, or was complete before.
+        """
+        late = np.zeros(batch.num_requests, dtype=np.bool_)
+        fresh = [n for n, req_id in enumerate(batch.req_ids) if req_id not in self._seen and batch.computed[n]]
+        if not fresh or batch.num_requests == 1:
+            return late
+        written = batch.slot_mapping.numpy() // batch.block_size
+        for n in fresh:
+            prefix = batch.block_table[n, : -(-int(batch.computed[n]) // batch.block_size)].numpy()
+            own = np.zeros(len(written), dtype=np.bool_)
+            own[batch.query_start_loc[n] : batch.query_start_loc[n + 1]] = True
+            late[n] = bool(np.isin(prefix, written[~own]).any())
+        return late
+
+    def plan_group(self, layer: int, topk: torch.Tensor) -> GroupPool:
+        """The plan of a layer's index group; made when its owner asks, reused by the followers."""
+        group = self.geometry.group_of(layer)
+        pool = self.hot.groups[group.index]
+        if group.owner == layer:
+            step = self.step
+            ops.dsa_plan(
+                topk[step.decode_tokens],
+                step.decode_start_loc,
+                step.decode_seq_lens,
+                step.decode_rows,
+                pool.residency,
+                pool.plan,
+                self.hot.workspace,
+            )
+            hits, misses, new, displaced = pool.plan.stats[:4].tolist()
+            self._stats.hits += hits
+            self._stats.misses += misses
+            self._stats.new_rows += new
+            self._stats.displaced += displaced
+        return pool
+
+    def release(self, req_ids: Iterable[str]) -> None:
+        """Frees the rows of requests that finished, were aborted or preempted. Unknown ids are fine."""
+        for req_id in req_ids:
+            self._seen.discard(req_id)
+            if req_id in self.rows:
+                self.rows.release(req_id)
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory in use here: hot rows, residencies and prefill buffers (indexer caches are vLLM's)."""
+        return self.hot.nbytes + self.prefill.nbytes

@@ -1,0 +1,97 @@
+"""Main KV of one layer under offload: rows come from the hot pool (decode) or the prefill buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_kvoffload import ops
+from vllm_kvoffload.sparse.paged import PagedKV, physical_rows
+from vllm_kvoffload.sparse.step import AttendPart, StepBatch
+
+if TYPE_CHECKING:
+    from vllm_kvoffload.sparse.manager import SparseKVManager
+
+
+class OffloadedKV:
+    """A :class:`~vllm_kvoffload.sparse.step.LayerKV` over host pool, hot pool and prefill buffers.
+
+    Args:
+        manager: owner of the pools and of the step's state.
+        layer: layer index.
+        device: with ``keep_device_kv_cache``, the paged cache that is kept as well; prefill reads it, and
+            every row that decode takes from the hot pool is compared with it.
+    """
+
+    def __init__(self, manager: SparseKVManager, layer: int, device: PagedKV | None = None) -> None:
+        self._manager = manager
+        self._layer = layer
+        self._device = device
+        self._new_rows = torch.empty(0)
+
+    def append(self, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        self._new_rows = rows
+        if self._device is not None:
+            self._device.append(rows, slot_mapping)
+        self._manager.store.write(self._layer, rows.view(torch.uint8), slot_mapping)
+
+    def parts(self, topk: torch.Tensor, batch: StepBatch) -> Iterator[AttendPart]:
+        step = self._manager.step
+        if step.decode.size:
+            yield self._decode_part(topk, batch)
+        for index, request in enumerate(step.prefill):
+            start, stop = int(batch.query_start_loc[request]), int(batch.query_start_loc[request + 1])
+            tokens = torch.arange(start, stop)
+            if self._device is not None:
+                tables = batch.block_table[request].expand(stop - start, -1)
+                indices = physical_rows(topk[start:stop], tables, batch.block_size)
+                yield AttendPart(tokens, self._device.rows, indices)
+                continue
+            stream = self._manager.prefill
+            rows = stream.open(self._layer, index).view(self._new_rows.dtype)
+            try:
+                computed, length = int(batch.computed[request]), int(batch.seq_lens[request])
+                rows[computed:length] = self._new_rows[start:stop]
+                yield AttendPart(tokens, rows[:length], topk[start:stop])
+            finally:
+                stream.close()
+
+    def _decode_part(self, topk: torch.Tensor, batch: StepBatch) -> AttendPart:
+        manager, step = self._manager, self._manager.step
+        pool = manager.plan_group(self._layer, topk)
+        if step.decode_late:
+            manager.store.await_layer(self._layer)
+        hot = manager.hot.layers[self._layer]
+        plan = pool.plan
+        fetched = ops.dsa_serve(
+            manager.store.layers[self._layer],
+            hot,
+            step.decode_block_table,
+            step.decode_rows,
+            plan.miss_ids,
+            plan.miss_slots,
+            plan.miss_counts,
+        )
+        manager.stats.fetched_bytes += fetched
+        new_rows = self._new_rows[step.decode_tokens]
+        count = len(step.decode_tokens)
+        ops.write_rows(hot, step.token_rows, new_rows.view(torch.uint8), plan.new_slots[:count])
+        slots = plan.slots[:count].long()
+        indices = slots + (step.token_rows.long() * manager.hot.num_slots).unsqueeze(1)
+        indices.masked_fill_(slots < 0, -1)
+        part = AttendPart(step.decode_tokens, hot.view(self._new_rows.dtype).flatten(0, 1), indices)
+        if self._device is not None:
+            self._compare(part, topk, batch)
+        return part
+
+    def _compare(self, part: AttendPart, topk: torch.Tensor, batch: StepBatch) -> None:
+        """Debugging aid of ``keep_device_kv_cache``: hot rows must equal the device cache's."""
+        assert self._device is not None
+        counts = torch.from_numpy(batch.query_lens).long()
+        tables = batch.block_table.repeat_interleave(counts, dim=0)[part.tokens]
+        where = physical_rows(topk[part.tokens], tables, batch.block_size)
+        chosen = part.indices >= 0
+        if not torch.equal(part.rows[part.indices[chosen]], self._device.rows[where[chosen]]):
+            raise RuntimeError(f"layer {self._layer}: a hot row differs from the device KV cache")
