@@ -35,8 +35,8 @@ def fifo_victim(ages: Array, hand: int, unneeded: set[int]) -> int:
 
 def clock_victim(ages: Array, hand: int, unneeded: set[int]) -> int:
     """Second chance: from the hand on, going round, an unneeded way with age 1 is passed and set to 0; the
-    first with age 0 is the victim. When all had age 1, the round leaves them at 0 and the first unneeded way is
-    the victim. Needed ways are stepped over, their age untouched. Ages: 1 after a hit, 0 after an insert."""
+    first with age 0 is the victim. When all had age 1, the round leaves them at 0 and the first unneeded way
+    is the victim. Needed ways are stepped over, age untouched. Ages: 1 after a hit, 0 after an insert."""
     for way in _round_from(hand, len(ages)):
         if way not in unneeded:
             continue
@@ -113,7 +113,7 @@ class _RowPlan:
 
     def take_way(self, index: int) -> int | None:
         """A way of the set that this step does not need: the lowest empty one, else the policy's victim,
-        after which the hand stands behind it. None when the step needs all. The way is needed from here on."""
+        after which the hand stands behind it. None when the step needs all. From here on it is needed."""
         unneeded = {way for way in range(self.ways) if (index, way) not in self.needed}
         if not unneeded:
             return None

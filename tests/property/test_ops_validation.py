@@ -1,0 +1,270 @@
+"""Every argument check fires, names the argument, and leaves state and outputs as they were."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from plan_cases import OUTPUT, STATE
+
+from vllm_kvoffload import ops
+from vllm_kvoffload.ops import oracle
+
+Args = dict[str, torch.Tensor]
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def plan_args() -> Args:
+    """Two requests, of one and two query tokens, on rows 2 and 0 of 3; P = 32, K = 16."""
+    return {
+        "topk": torch.arange(48, dtype=torch.int32).view(3, 16),
+        "query_start_loc": int32(0, 1, 3),
+        "seq_lens": int32(60, 61),
+        "rows": int32(2, 0),
+    }
+
+
+def with_value(name: str, index: int, value: int) -> Callable[[Args], None]:
+    def change(args: Args) -> None:
+        args[name].view(-1)[index] = value
+
+    return change
+
+
+def replaced(name: str, tensor: torch.Tensor) -> Callable[[Args], None]:
+    return lambda args: args.update({name: tensor})
+
+
+PLAN_CASES = {
+    "topk dtype": (replaced("topk", torch.zeros((3, 16), dtype=torch.int64)), "topk: expected dtype int32"),
+    "topk rank": (replaced("topk", int32(1, 2)), "topk: expected shape"),
+    "topk stride": (replaced("topk", torch.zeros((16, 3), dtype=torch.int32).T), "topk: .*contiguous"),
+    "topk width": (replaced("topk", torch.zeros((3, 8), dtype=torch.int32)), "topk: width 8"),
+    "topk tokens": (replaced("topk", torch.zeros((9, 16), dtype=torch.int32)), "topk: 9 tokens"),
+    "starts length": (replaced("query_start_loc", int32(0, 1)), "query_start_loc: expected shape"),
+    "starts dtype": (replaced("query_start_loc", torch.tensor([0, 1, 3])), "query_start_loc: expected dtype"),
+    "starts not 0": (with_value("query_start_loc", 0, 1), r"query_start_loc\[0\]"),
+    "starts decrease": (with_value("query_start_loc", 1, 5), r"query_start_loc\[[12]\]"),
+    "starts beyond": (with_value("query_start_loc", 2, 4), r"query_start_loc\[2\]"),
+    "starts negative": (with_value("query_start_loc", 1, -1), r"query_start_loc\[1\]"),
+    "rows length": (replaced("rows", int32(1)), "rows: expected shape"),
+    "rows beyond": (with_value("rows", 1, 3), r"rows\[1\]: 3 is outside"),
+    "rows twice": (with_value("rows", 1, 2), r"rows\[1\]: row 2 belongs"),
+    "seq_len short": (with_value("seq_lens", 1, 1), r"seq_lens\[1\]: 1 is less"),
+    "seq_len negative": (with_value("seq_lens", 0, -5), r"seq_lens\[0\]"),
+    "more requests": (
+        lambda args: args.update(
+            query_start_loc=int32(*[0] * 5), seq_lens=int32(*[1] * 4), rows=int32(*[0] * 4)
+        ),
+        "seq_lens: 4 requests",
+    ),
+    "too many ids": (
+        lambda args: args.update(query_start_loc=int32(0, 0, 3)),
+        "topk: 3 query tokens of 16 ids do not fit",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLAN_CASES)
+def test_plan_refuses(name: str) -> None:
+    change, message = PLAN_CASES[name]
+    residency, out, workspace = (
+        ops.Residency.allocate(3, 32, 16, "rrip"),
+        ops.PlanOut(8, 3, 16, 2),
+        ops.Workspace(),
+    )
+    ops.dsa_plan(**plan_args(), residency=residency, out=out, workspace=workspace)
+    state = [getattr(residency, field).clone() for field in STATE]
+    output = [getattr(out, field).clone() for field in OUTPUT]
+    bad = plan_args()
+    change(bad)
+    with pytest.raises(ValueError, match=message):
+        ops.dsa_plan(**bad, residency=residency, out=out, workspace=workspace)
+    assert all(torch.equal(getattr(residency, field), was) for field, was in zip(STATE, state, strict=True))
+    assert all(torch.equal(getattr(out, field), was) for field, was in zip(OUTPUT, output, strict=True))
+    # The scratch survived as well: the next good step equals the oracle's.
+    reference, expected = ops.Residency.allocate(3, 32, 16, "rrip"), ops.PlanOut(8, 3, 16, 2)
+    for _ in range(2):
+        oracle.dsa_plan(**plan_args(), residency=reference, out=expected)
+    ops.dsa_plan(**plan_args(), residency=residency, out=out, workspace=workspace)
+    assert torch.equal(out.slots, expected.slots)
+    assert torch.equal(residency.ages, reference.ages)
+
+
+def test_plan_refuses_small_miss_buffers() -> None:
+    residency, out = ops.Residency.allocate(3, 32, 16), ops.PlanOut(8, 3, 16, max_query_len=1)
+    with pytest.raises(ValueError, match=r"out.miss_ids: capacity 16 is less than the 32 ids of request 1"):
+        ops.dsa_plan(**plan_args(), residency=residency, out=out, workspace=ops.Workspace())
+
+
+def test_skipped_requests_are_not_checked() -> None:
+    """Padding of a captured batch: no row, no sequence."""
+    args = plan_args() | {"rows": int32(-1, 0), "seq_lens": int32(0, 61)}
+    residency, out = ops.Residency.allocate(3, 32, 16), ops.PlanOut(8, 3, 16, 2)
+    ops.dsa_plan(**args, residency=residency, out=out, workspace=ops.Workspace())
+    assert out.slots[0].tolist() == [-1] * 16
+    assert int(out.miss_counts[0]) == 0
+    assert int(out.miss_counts[1]) == 32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((4, 32, 8), "ways: must be 16 or 32, got 8"),
+        ((4, 48, 16), "slots_per_row: must be 16 times a power of two, got 48"),
+        ((4, 40, 16), "slots_per_row"),
+        ((4, 8, 16), "slots_per_row"),
+        ((4, 32, 16, "lru"), "policy: expected fifo, clock or rrip, got 'lru'"),
+    ],
+)
+def test_residency_refuses(arguments: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ops.Residency.allocate(*arguments)
+
+
+@pytest.mark.parametrize("field", STATE)
+def test_residency_refuses_mismatched_tensors(field: str) -> None:
+    good = ops.Residency.allocate(2, 32, 16)
+    tensors = {name: getattr(good, name) for name in STATE}
+    with pytest.raises(ValueError, match=f"{field}: expected dtype"):
+        ops.Residency(**(tensors | {field: tensors[field].to(torch.float32)}), policy="rrip")
+    with pytest.raises(ValueError, match=r"(tags|ages|hands|high): expected shape|tags: ways"):
+        ops.Residency(**(tensors | {field: tensors[field].flatten()[:1]}), policy="rrip")
+
+
+def test_residency_accounting() -> None:
+    residency = ops.Residency.allocate(2, 64, 16)
+    assert residency.policy == ops.DEFAULT_POLICY
+    assert residency.nbytes == 2 * (64 * 4 + 64 + 4 + 4)
+    assert (residency.num_rows, residency.num_sets, residency.ways, residency.slots_per_row) == (2, 4, 16, 64)
+    residency.tags.fill_(5)
+    residency.hands.fill_(1)
+    residency.ages.fill_(1)
+    residency.high.fill_(9)
+    residency.reset_row(1)
+    assert [int(t[1].max()) for t in (residency.tags, residency.ages, residency.hands, residency.high)] == [
+        -1,
+        0,
+        0,
+        0,
+    ]
+    assert int(residency.tags[0].min()) == 5
+
+
+def serve_args() -> Args:
+    """One miss of each of two requests; host pool of 4 blocks of 8 tokens of 24 bytes."""
+    return {
+        "host": torch.zeros((4, 8, 24), dtype=torch.uint8),
+        "hot": torch.ones((3, 32, 24), dtype=torch.uint8),
+        "block_table": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
+        "rows": int32(2, 0),
+        "miss_ids": torch.tensor([[3, 0], [15, 0]], dtype=torch.int32),
+        "miss_slots": torch.tensor([[31, 0], [0, 0]], dtype=torch.int32),
+        "miss_counts": int32(1, 1),
+    }
+
+
+SERVE_CASES = {
+    "host dtype": (replaced("host", torch.zeros((4, 8, 24))), "host: expected dtype uint8"),
+    "host rank": (replaced("host", torch.zeros((4, 8), dtype=torch.uint8)), "host: expected shape"),
+    "host empty blocks": (replaced("host", torch.zeros((4, 0, 24), dtype=torch.uint8)), "host: blocks of no"),
+    "row bytes": (replaced("hot", torch.zeros((3, 32, 25), dtype=torch.uint8)), "hot: row of 25 bytes"),
+    "hot stride": (replaced("hot", torch.zeros((3, 24, 32), dtype=torch.uint8).mT), "hot: .*contiguous"),
+    "row beyond": (with_value("rows", 1, 3), r"rows\[1\]: 3"),
+    "id negative": (with_value("miss_ids", 2, -1), r"miss_ids\[1, 0\]: negative"),
+    "id beyond table": (with_value("miss_ids", 2, 16), r"block_table: block 2 of request 1"),
+    "block beyond": (with_value("block_table", 3, 4), r"block_table\[1, 1\]: block 4"),
+    "block negative": (with_value("block_table", 3, -1), r"block_table\[1, 1\]: block -1"),
+    "slot beyond": (with_value("miss_slots", 2, 32), r"miss_slots\[1, 0\]: 32"),
+    "slot negative": (with_value("miss_slots", 2, -1), r"miss_slots\[1, 0\]: -1"),
+    "count beyond": (with_value("miss_counts", 1, 3), r"miss_counts\[1\]: 3"),
+    "count negative": (with_value("miss_counts", 1, -1), r"miss_counts\[1\]: -1"),
+    "slots shape": (
+        replaced("miss_slots", torch.zeros((2, 3), dtype=torch.int32)),
+        "miss_slots: expected shape",
+    ),
+    "counts shape": (replaced("miss_counts", int32(1)), "miss_counts: expected shape"),
+    "few requests": (replaced("rows", int32(0, 1, 2)), "miss_ids: 2 requests, but rows has 3"),
+    "short table": (
+        replaced("block_table", torch.zeros((1, 2), dtype=torch.int32)),
+        "block_table: 1 requests",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SERVE_CASES)
+def test_serve_refuses(name: str) -> None:
+    change, message = SERVE_CASES[name]
+    assert ops.dsa_serve(**serve_args()) == 48
+    bad = serve_args()
+    change(bad)
+    before = bad["hot"].clone()
+    with pytest.raises(ValueError, match=message):
+        ops.dsa_serve(**bad)
+    assert torch.equal(bad["hot"], before), "nothing is copied before everything is checked"
+
+
+HOST = torch.zeros((4, 8, 24), dtype=torch.uint8)
+HOT = torch.zeros((3, 32, 24), dtype=torch.uint8)
+TWO = torch.ones((2, 24), dtype=torch.uint8)
+WRITE_CASES = {
+    "slot beyond": (lambda: ops.write_rows(HOT, int32(0, 0), TWO, int32(0, 32)), r"slots\[1\]: 32"),
+    "slot low": (lambda: ops.write_rows(HOT, int32(0, 0), TWO, int32(0, -2)), r"slots\[1\]: -2"),
+    "row beyond": (lambda: ops.write_rows(HOT, int32(0, 3), TWO, int32(0, 0)), r"rows\[1\]: 3"),
+    "row negative": (lambda: ops.write_rows(HOT, int32(0, -1), TWO, int32(0, 0)), r"rows\[1\]: -1"),
+    "rows shape": (lambda: ops.write_rows(HOT, int32(0), TWO, int32(0, 0)), "rows: expected shape"),
+    "new_rows shape": (
+        lambda: ops.write_rows(HOT, int32(0, 0), TWO[:1], int32(0, 0)),
+        "new_rows: expected shape",
+    ),
+    "mapping beyond": (lambda: ops.host_write(HOST, TWO, torch.tensor([0, 32])), r"slot_mapping\[1\]: 32"),
+    "mapping low": (lambda: ops.host_write(HOST, TWO, torch.tensor([0, -2])), r"slot_mapping\[1\]: -2"),
+    "mapping dtype": (lambda: ops.host_write(HOST, TWO, int32(0, 1)), "slot_mapping: expected dtype int64"),
+    "start": (lambda: ops.host_read(HOST, int32(0, 1), -1, 1, TWO), "start: -1"),
+    "start beyond": (lambda: ops.host_read(HOST, int32(0, 1), 17, 0, TWO), "start: 17"),
+    "count": (lambda: ops.host_read(HOST, int32(0, 1), 15, 2, TWO), "count: 2 tokens from 15"),
+    "count negative": (lambda: ops.host_read(HOST, int32(0, 1), 5, -1, TWO), "count: -1"),
+    "count over dst": (lambda: ops.host_read(HOST, int32(0, 1), 0, 3, TWO), "dst: 2 rows are too few for 3"),
+    "table": (lambda: ops.host_read(HOST, int32(0, 4), 7, 2, TWO), r"block_table\[0, 1\]: block 4"),
+}
+
+
+@pytest.mark.parametrize("name", WRITE_CASES)
+def test_writes_and_reads_refuse(name: str) -> None:
+    call, message = WRITE_CASES[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert int(HOST.max()) == 0
+    assert int(HOT.max()) == 0
+    assert int(TWO.min()) == 1
+
+
+def test_isa_is_selectable() -> None:
+    before = ops.isa()
+    try:
+        for name in ops.available_isas():
+            ops.set_isa(name)
+            assert ops.isa() == name
+        ops.set_isa("auto")
+        assert ops.isa() == ops.available_isas()[-1]
+        with pytest.raises(ValueError, match="isa: 'sse9' is not available here"):
+            ops.set_isa("sse9")
+        assert ops.isa() == ops.available_isas()[-1]
+    finally:
+        ops.set_isa(before)
+
+
+def test_isa_from_environment() -> None:
+    code = "from vllm_kvoffload import ops; print(ops.isa())"
+    environment = os.environ | {"KVOFFLOAD_ISA": "portable"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "portable"
