@@ -65,8 +65,10 @@ def cases(draw):
         prefill_buffers=draw(st.sampled_from([0, 2, 3, 8])),
         keep_device=draw(st.booleans()),
     )
-    device = required_budget(case, draw(st.integers(0, 20000))).device_bytes + draw(st.integers(-300, 300))
-    dram = required_budget(case, draw(st.integers(0, 20000))).dram_bytes + draw(st.integers(-300, 300))
+    tokens = st.integers(-200, 20000).map(lambda more: max(case.max_model_len + more, 0))
+    bytes_off = st.integers(-300, 300)
+    device = required_budget(case, draw(tokens)).device_bytes + draw(bytes_off)
+    dram = required_budget(case, draw(tokens)).dram_bytes + draw(bytes_off)
     return replace(case, device_bytes=max(device, 0), dram_bytes=max(dram, 0))
 
 
@@ -201,7 +203,11 @@ def test_terms_follow_their_keys():
 def test_staging_is_whole_blocks_of_one_layer():
     assert inputs(prefill_buffers=3, max_model_len=1000).staging_bytes == 3 * 1024 * 1152
     assert inputs(prefill_buffers=3, max_model_len=1024).staging_bytes == 3 * 1024 * 1152
-    assert plan_capacity(inputs(prefill_buffers=2)).staging_bytes == 2 * 131072 * 1152
+    plan = plan_capacity(inputs(prefill_buffers=2))
+    assert plan.staging_bytes == 2 * 131072 * 1152
+    per_block = 128 * 256 * 21
+    without = plan_capacity(inputs())
+    assert without.num_blocks - plan.num_blocks in {2 * 131072 * 1152 // per_block + more for more in (0, 1)}
 
 
 def test_keep_device_puts_both_caches_on_the_device():
@@ -258,6 +264,14 @@ def test_device_error_names_every_key_that_helps():
         assert part in text
     assert "lower max_model_len" not in text  # the hot pools alone are too big
     assert "\n" not in text
+
+
+def test_a_smaller_hot_pool_is_only_offered_if_it_holds_a_step():
+    """7 GiB would hold pools of 2048 slots, but a step with a draft needs 2 * 2048."""
+    for drafts, offered in ((0, True), (1, False)):
+        with pytest.raises(CapacityError) as caught:
+            plan_capacity(inputs(geometry=geometry(drafts=drafts), device_bytes=7 * GIB))
+        assert ("lower sparse_kv_offload_config.topk_buffer_size to 2048" in str(caught.value)) == offered
 
 
 def test_dram_error_names_the_key():
