@@ -294,3 +294,16 @@ def test_senseless_inputs(key):
 def test_ragged_sets():
     with pytest.raises(CapacityError, match="topk_buffer_size=4100: must be divisible by ways 16"):
         plan_capacity(inputs(topk_buffer_size=4100))
+
+
+# ---------------------------------------------------------------------------------- against what is allocated
+
+
+@pytest.mark.parametrize(("ways", "drafts"), [(16, 0), (32, 3)])
+def test_metadata_terms_are_what_the_ops_allocate(ways, drafts):
+    pytest.importorskip("torch")
+    ops = pytest.importorskip("vllm_kvoffload.ops")
+    model = geometry(drafts=drafts, mtp=1 if drafts else 0)
+    case = inputs(geometry=model, max_num_seqs=3, topk_buffer_size=8192, ways=ways)
+    assert case.residency_bytes == len(model.groups) * ops.Residency.allocate(3, 8192, ways).nbytes
+    assert case.plan_bytes == ops.PlanOut(3 * (1 + drafts), 3, 2048, 1 + drafts).nbytes
