@@ -212,6 +212,15 @@ def test_a_poisoned_stream_still_waits_for_others_before_its_events_complete(run
         event.wait()
 
 
+def test_the_first_failure_of_a_stream_is_the_one_reported(runtime: CpuRuntime) -> None:
+    a, b = runtime.stream("a"), runtime.stream("b")
+    a.submit(fail, label="first")
+    b.submit(fail, label="second")
+    a.wait_event(b.record())
+    with pytest.raises(TaskFailedError, match="task 'first' of stream 'a'"):
+        a.synchronize()
+
+
 def test_recover_confines_a_failure(runtime: CpuRuntime) -> None:
     stream, log = runtime.stream("a"), []
     stream.submit(fail)

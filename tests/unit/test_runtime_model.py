@@ -152,6 +152,6 @@ TestStreams.settings = settings(
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-    # Shrinking a race takes minutes and rarely ends with the same race; the delay seed is in the report anyway.
+    # Shrinking a race takes minutes and rarely keeps the race; the delay seed is in the report.
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
