@@ -55,13 +55,14 @@ class Environment:
             return True  # no scripts yet: nothing that could point elsewhere
         return os.fsencode(str(self.venv / "bin")) in head
 
-    def create(self, base_python: str) -> None:
+    def create(self, base_python: str, *, with_pip: bool = True) -> None:
         """Make it anew with `base_python`, in place of what is there. Raises SetupFailed."""
         if self.venv.is_dir():
             foreign = sorted({entry.name for entry in self.venv.iterdir()} - VENV_ENTRIES)
             if foreign and not (self.venv / "pyvenv.cfg").is_file():
                 raise SetupFailed(f"{self.venv} is no virtual environment: it has {', '.join(foreign[:5])}")
-        command = [base_python, "-m", "venv", "--clear", str(self.venv)]
+        options = [] if with_pip else ["--without-pip"]
+        command = [base_python, "-m", "venv", "--clear", *options, str(self.venv)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=clean_environ())
         if done.returncode:
             raise SetupFailed(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")

@@ -3,10 +3,10 @@
     python3 scripts/guarded.py make test
 
 Leftovers are named, ended and removed, and turn success into failure: a test that leaves an engine running is
-broken. A process counts as the command's when its environment carries this run's mark, whatever process group it
-has moved to, so that nothing of anybody else can be hit. A shared memory file counts when it appeared meanwhile,
-is ours, and no process has it open; it is a failure only when it is this project's, since others on the machine
-make some too.
+broken. A process counts as the command's when its environment carries this run's mark, whatever process group
+it has moved to, so that nothing of anybody else can be hit. A shared memory file counts when it appeared
+meanwhile, is ours, and no process has it open; it is a failure only when it is this project's, as others on
+the machine make some too.
 """
 
 from __future__ import annotations
@@ -103,9 +103,11 @@ def run(command: list[str]) -> int:
     needle = f"{MARK}={mark}".encode()
     before = shared_files()
     with subprocess.Popen(command, env={**os.environ, MARK: mark}) as process:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda received, _: process.send_signal(received))
+        stops = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        handlers = [signal.signal(stop, lambda number, _: process.send_signal(number)) for stop in stops]
         status = process.wait()
+    for stop, handler in zip(stops, handlers, strict=True):
+        signal.signal(stop, handler)
     left = wait_until_gone(needle, GRACE_S)
     for pid, text in left.items():
         print(f"left behind: process {pid}: {text[:200]}", file=sys.stderr, flush=True)

