@@ -6,17 +6,26 @@
 namespace kvoffload {
 namespace {
 
+// A 16-bit mask as an integer. Not a cast: when it runs out of registers, GCC 12 spills the mask as two bytes and
+// reads four back, so that the upper half is garbage.
+inline std::uint32_t integer(__mmask16 mask) {
+  std::uint32_t value;
+  asm("kmovw %1, %0" : "=r"(value) : "k"(mask));
+  return value;
+}
+
 template <int W>
 struct Lanes;
 
 template <>
 struct Lanes<16> {
   static std::uint32_t match(const std::int32_t* tags, std::int32_t id) {
-    return _mm512_cmpeq_epi32_mask(_mm512_loadu_si512(tags), _mm512_set1_epi32(id));
+    return integer(_mm512_cmpeq_epi32_mask(_mm512_loadu_si512(tags), _mm512_set1_epi32(id)));
   }
 
   static std::uint32_t equal(const std::uint8_t* ages, std::uint8_t value) {
-    return _mm_cmpeq_epi8_mask(load(ages), _mm_set1_epi8(static_cast<char>(value)));
+    const __m128i same = _mm_cmpeq_epi8(load(ages), _mm_set1_epi8(static_cast<char>(value)));
+    return static_cast<std::uint32_t>(_mm_movemask_epi8(same));
   }
 
   static void fill(std::uint8_t* ages, std::uint32_t ways, std::uint8_t value) {

@@ -1,0 +1,237 @@
+// Random steps on the core without Python, for sanitizers. Each round simulates a few requests on one residency with
+// real rows: after every step each attended slot must hold its token's row. Buffers are allocated exactly, so that a
+// single byte out of bounds is seen. Damaged arguments must be refused, never crash.
+//
+//   ops_fuzz [rounds] [seed] [threads]
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "copies.h"
+#include "isa.h"
+#include "plan.h"
+
+using namespace kvoffload;
+
+namespace {
+
+constexpr std::int64_t kRowBytes = 12;
+constexpr std::int64_t kBlockSize = 8;
+constexpr std::int64_t kBlocksPerRow = 40;
+
+void expect(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "ops_fuzz: %s\n", what);
+  std::abort();
+}
+
+using Ints = std::vector<std::int32_t>;
+
+class Round {
+ public:
+  explicit Round(std::uint64_t seed) : random_(seed) {
+    ways_ = below(2) ? 16 : 32;
+    sets_ = std::int64_t{1} << below(4);
+    query_len_ = 1 + below(4);
+    width_ = 1 + below(ways_ * sets_ / query_len_);
+    if (below(4) == 0) width_ = ways_ * sets_ / query_len_;
+    rows_ = 1 + below(3);
+    policy_ = static_cast<Policy>(below(3));
+    const auto slots = static_cast<std::size_t>(rows_ * sets_ * ways_);
+    tags_.assign(slots, -1);
+    ages_.assign(slots, 0);
+    hands_.assign(static_cast<std::size_t>(rows_ * sets_), 0);
+    high_.assign(static_cast<std::size_t>(rows_), 0);
+    hot_.assign(slots * kRowBytes, 0xee);
+    host_.assign(static_cast<std::size_t>(rows_ * kBlocksPerRow * kBlockSize * kRowBytes), 0);
+    versions_.assign(static_cast<std::size_t>(rows_ * kBlocksPerRow * kBlockSize), 0);
+    stable_.assign(static_cast<std::size_t>(rows_), 0);
+  }
+
+  void run(int steps) {
+    for (int i = 0; i < steps; ++i) {
+      draw_step();
+      if (below(8) == 0) {
+        damaged();
+      } else {
+        step();
+      }
+    }
+  }
+
+ private:
+  std::int64_t below(std::int64_t limit) { return static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(limit)); }
+
+  std::int32_t draw_id(std::int64_t seq_len) {
+    switch (below(6)) {
+      case 0: return static_cast<std::int32_t>(random_());
+      case 1: return -1;
+      case 2: return static_cast<std::int32_t>(seq_len - below(8) + 2);
+      case 3: return static_cast<std::int32_t>(below(seq_len + 1) / sets_ * sets_);
+      default: return static_cast<std::int32_t>(below(seq_len + 1));
+    }
+  }
+
+  // Requests 0..rows-1 on rows 0..rows-1; some without tokens, some skipped.
+  void draw_step() {
+    topk_.clear();
+    starts_.assign(1, 0);
+    lengths_.clear();
+    row_of_.clear();
+    for (std::int64_t row = 0; row < rows_; ++row) {
+      const auto at = static_cast<std::size_t>(row);
+      if (below(6) == 0) stable_[at] = below(kBlocksPerRow * kBlockSize - query_len_);
+      const std::int64_t q = below(8) == 0 ? 0 : 1 + below(query_len_);
+      stable_[at] = std::min(stable_[at], kBlocksPerRow * kBlockSize - q);
+      const std::int64_t seq_len = stable_[at] + q;
+      for (std::int64_t i = 0; i < q * width_; ++i) topk_.push_back(draw_id(seq_len));
+      starts_.push_back(static_cast<std::int32_t>(starts_.back() + q));
+      lengths_.push_back(static_cast<std::int32_t>(seq_len));
+      row_of_.push_back(below(10) == 0 ? -1 : static_cast<std::int32_t>(row));
+    }
+    tokens_ = starts_.back() + below(2);
+    topk_.resize(static_cast<std::size_t>(tokens_ * width_), 3);
+    topk_.shrink_to_fit();
+    const auto tokens = static_cast<std::size_t>(tokens_);
+    const auto misses = static_cast<std::size_t>(rows_ * query_len_ * width_);
+    slots_.assign(tokens * static_cast<std::size_t>(width_), -9);
+    new_slots_.assign(tokens, -9);
+    miss_ids_.assign(misses, -9);
+    miss_slots_.assign(misses, -9);
+    miss_counts_.assign(static_cast<std::size_t>(rows_), -9);
+    stats_.assign(kStatsCount, -9);
+    tables_.clear();
+    for (std::int64_t i = 0; i < rows_ * kBlocksPerRow; ++i) tables_.push_back(static_cast<std::int32_t>(i));
+  }
+
+  PlanInput input() const {
+    return {topk_.data(), starts_.data(), lengths_.data(), row_of_.data(), tokens_, width_, rows_};
+  }
+  ResidencyView residency() {
+    return {tags_.data(), ages_.data(), hands_.data(), high_.data(), rows_, sets_, static_cast<int>(ways_), policy_};
+  }
+  PlanOutput output() {
+    return {slots_.data(),       new_slots_.data(), miss_ids_.data(), miss_slots_.data(),  miss_counts_.data(),
+            stats_.data(), tokens_,           rows_,            query_len_ * width_, width_};
+  }
+  HostPoolView host() { return {host_.data(), rows_ * kBlocksPerRow, kBlockSize, kRowBytes}; }
+  HotPoolView hot() { return {hot_.data(), rows_, sets_ * ways_, kRowBytes}; }
+  MissView misses() {
+    return {tables_.data(),      row_of_.data(), miss_ids_.data(), miss_slots_.data(), miss_counts_.data(), rows_,
+            kBlocksPerRow, query_len_ * width_};
+  }
+
+  void step() {
+    std::vector<std::uint8_t> new_rows;
+    Ints token_rows;
+    std::vector<std::int64_t> mapping;
+    for (std::int64_t n = 0; n < rows_; ++n) prepare_request(n, new_rows, token_rows, mapping);
+    const auto count = static_cast<std::int64_t>(token_rows.size());
+    host_write(host(), new_rows.data(), mapping.data(), count);
+    Workspace fresh;
+    dsa_plan(input(), residency(), output(), below(2) ? fresh : kept_);
+    dsa_serve(host(), hot(), misses());
+    const Ints token_slots(new_slots_.begin(), new_slots_.begin() + count);
+    write_rows(hot(), token_rows.data(), new_rows.data(), token_slots.data(), count);
+    for (std::int64_t n = 0; n < rows_; ++n) check_request(n);
+  }
+
+  void prepare_request(std::int64_t n, std::vector<std::uint8_t>& new_rows, Ints& token_rows,
+                       std::vector<std::int64_t>& mapping) {
+    const auto at = static_cast<std::size_t>(n);
+    const std::int64_t q = starts_[at + 1] - starts_[at];
+    for (std::int64_t id = lengths_[at] - q; id < lengths_[at]; ++id) {
+      const std::int64_t token = n * kBlocksPerRow * kBlockSize + id;
+      if (row_of_[at] >= 0) versions_[static_cast<std::size_t>(token)] = ++version_;
+      std::uint8_t row[kRowBytes] = {};
+      std::memcpy(row, &version_, sizeof version_);
+      new_rows.insert(new_rows.end(), row, row + kRowBytes);
+      token_rows.push_back(row_of_[at]);
+      mapping.push_back(row_of_[at] >= 0 ? token : -1);
+    }
+  }
+
+  void check_request(std::int64_t n) {
+    const auto at = static_cast<std::size_t>(n);
+    const std::int64_t q = starts_[at + 1] - starts_[at];
+    const std::int64_t stable = lengths_[at] - q;
+    for (std::int64_t t = 0; t < q; ++t) {
+      for (std::int64_t k = 0; k < width_; ++k) {
+        const auto i = static_cast<std::size_t>((starts_[at] + t) * width_ + k);
+        const bool valid = row_of_[at] >= 0 && topk_[i] >= 0 && topk_[i] <= stable + t;
+        expect(valid == (slots_[i] >= 0), "a slot for exactly the valid positions");
+        if (valid) check_slot(n, topk_[i], slots_[i]);
+      }
+    }
+    if (row_of_[at] >= 0) stable_[at] = std::min(stable + below(q + 1), kBlocksPerRow * kBlockSize);
+  }
+
+  void check_slot(std::int64_t row, std::int64_t id, std::int64_t slot) {
+    std::int64_t held = 0;
+    std::memcpy(&held, hot_.data() + (row * sets_ * ways_ + slot) * kRowBytes, sizeof held);
+    expect(held == versions_[static_cast<std::size_t>(row * kBlocksPerRow * kBlockSize + id)],
+           "an attended slot holds its token's row");
+  }
+
+  // Any value anywhere in the arguments: refused, or harmless. The residency is rebuilt afterwards.
+  void damaged() {
+    Ints* targets[] = {&topk_, &starts_, &lengths_, &row_of_};
+    for (int i = 0; i < 3; ++i) {
+      Ints& target = *targets[below(4)];
+      if (target.empty()) continue;
+      const std::int32_t values[] = {INT32_MIN, INT32_MAX, -1, 0, static_cast<std::int32_t>(below(1000))};
+      target[static_cast<std::size_t>(below(static_cast<std::int64_t>(target.size())))] = values[below(5)];
+    }
+    for (std::uint8_t& age : ages_) age = static_cast<std::uint8_t>(random_());
+    for (std::uint8_t& hand : hands_) hand = static_cast<std::uint8_t>(random_());
+    try {
+      dsa_plan(input(), residency(), output(), kept_);
+    } catch (const std::invalid_argument&) {
+    }
+    for (std::int32_t& value : miss_ids_) value = static_cast<std::int32_t>(below(400)) - 2;
+    for (std::int32_t& value : miss_slots_) value = static_cast<std::int32_t>(below(sets_ * ways_));
+    for (std::int32_t& value : miss_counts_) value = static_cast<std::int32_t>(below(query_len_ * width_ + 2));
+    try {
+      dsa_serve(host(), hot(), misses());
+    } catch (const std::invalid_argument&) {
+    }
+    std::fill(tags_.begin(), tags_.end(), -1);
+    std::fill(ages_.begin(), ages_.end(), 0);
+    std::fill(hands_.begin(), hands_.end(), 0);
+    std::fill(high_.begin(), high_.end(), 0);
+  }
+
+  std::mt19937_64 random_;
+  std::int64_t ways_, sets_, query_len_, width_, rows_, tokens_ = 0, version_ = 0;
+  Policy policy_;
+  Workspace kept_;
+  Ints tags_, high_, topk_, starts_, lengths_, row_of_, slots_, new_slots_, miss_ids_, miss_slots_, miss_counts_,
+      tables_;
+  std::vector<std::uint8_t> ages_, hands_, hot_, host_;
+  std::vector<std::int64_t> stats_, versions_, stable_;
+};
+
+void fuzz(int rounds, std::uint64_t seed) {
+  for (int i = 0; i < rounds; ++i) Round(seed + static_cast<std::uint64_t>(i)).run(12);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int rounds = argc > 1 ? std::atoi(argv[1]) : 500;
+  const std::uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+  const int threads = argc > 3 ? std::atoi(argv[3]) : 1;
+  for (Isa isa : available_isas()) {
+    set_isa(std::string(isa_name(isa)));
+    std::vector<std::thread> workers;
+    for (int i = 0; i < threads; ++i) workers.emplace_back(fuzz, rounds, seed + static_cast<std::uint64_t>(i) * 1000003);
+    for (std::thread& worker : workers) worker.join();
+    std::printf("%s: %d rounds on %d threads\n", std::string(isa_name(isa)).c_str(), rounds, threads);
+  }
+  return 0;
+}
