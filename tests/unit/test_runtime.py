@@ -44,8 +44,9 @@ def wait_until_gone(timeout_s: float = 2.0) -> list[threading.Thread]:
 def no_thread_left() -> Iterator[None]:
     assert not stream_threads()
     yield
-    gc.collect()
-    assert not wait_until_gone()
+    if wait_until_gone(0.2):
+        gc.collect()  # slow with torch loaded, so not always
+        assert not wait_until_gone()
 
 
 @pytest.fixture
@@ -219,6 +220,8 @@ def test_the_first_failure_of_a_stream_is_the_one_reported(runtime: CpuRuntime) 
     a.wait_event(b.record())
     with pytest.raises(TaskFailedError, match="task 'first' of stream 'a'"):
         a.synchronize()
+    with pytest.raises(TaskFailedError, match="task 'second' of stream 'b'"):
+        b.synchronize()
 
 
 def test_recover_confines_a_failure(runtime: CpuRuntime) -> None:

@@ -1,0 +1,218 @@
+"""The whole main KV in host memory: one pool per DP rank, shared by its TP ranks.
+
+Rank 0 calls `HostPool.create`, tells the others the name, they call `HostPool.attach`; after a barrier rank
+0 calls
+`seal()`. Every layer and component is one uint8 tensor [num_blocks, block_size, row_bytes], 2 MiB aligned
+in the address space and in the file. Rank 0 writes new rows, all read; who may touch which block when is
+not decided here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from vllm_kvoffload.sparse.machine_memory import MemoryLimit
+from vllm_kvoffload.sparse.segment import (
+    HostPoolAttachError,
+    HostPoolClosedError,
+    HostPoolError,
+    HostPoolLayoutError,
+    HostPoolMemoryError,
+    SharedSegment,
+    align_up,
+)
+
+__all__ = [
+    "HostPool",
+    "HostPoolAttachError",
+    "HostPoolClosedError",
+    "HostPoolError",
+    "HostPoolLayout",
+    "HostPoolLayoutError",
+    "HostPoolMemoryError",
+    "MemoryRange",
+]
+
+# Pinning 512 GiB or more in one call fails in drivers.
+MAX_CHUNK_BYTES = 64 << 30
+
+
+class MemoryRange(NamedTuple):
+    """`start` is an offset into the pool (layout) or an address (pool)."""
+
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class HostPoolLayout:
+    """Shape of a pool. `block_size` is in tokens; `components` are (name, bytes per token) in row order.
+
+    Raises ValueError for a size below 1 or component names that are empty or not unique.
+    """
+
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    components: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [
+            ("num_layers", self.num_layers),
+            ("num_blocks", self.num_blocks),
+            ("block_size", self.block_size),
+        ]
+        for name, value in [*sizes, *self.components]:
+            if value < 1:
+                raise ValueError(f"{name}={value}: expected at least 1")
+        names = [name for name, _ in self.components]
+        if not names or "" in names or len(set(names)) != len(names):
+            raise ValueError(f"components={self.components}: expected unique names, at least one")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token in one layer, all components."""
+        return sum(row_bytes for _, row_bytes in self.components)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of KV data: what `dram_size_per_dp_GB` limits."""
+        return self.num_layers * self.num_blocks * self.block_size * self.row_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes with every (layer, component) rounded up to 2 MiB: what is taken from the machine."""
+        return self.num_layers * self._layer_bytes
+
+    @property
+    def digest(self) -> str:
+        """Hex SHA-256 of everything that fixes where a row lies: the same on all ranks of a pool."""
+        return hashlib.sha256(self._canonical().encode()).hexdigest()
+
+    def component_bytes(self, component: int) -> int:
+        """Bytes of one layer of component number `component`, without rounding."""
+        return self.num_blocks * self.block_size * self.components[component][1]
+
+    def offset(self, layer: int, component: int) -> int:
+        """Offset in bytes of the tensor of (layer, component). Raises IndexError."""
+        if not 0 <= layer < self.num_layers:
+            raise IndexError(f"layer={layer}: expected 0 <= layer < {self.num_layers}")
+        before = sum(align_up(self.component_bytes(i)) for i in range(component))
+        return layer * self._layer_bytes + before
+
+    def chunks(self, max_bytes: int = MAX_CHUNK_BYTES) -> list[MemoryRange]:
+        """The pool as ranges of at most `max_bytes` for registration with a device or a transfer engine.
+
+        No block lies in two ranges. A range starts where a tensor does, 2 MiB aligned, except within a
+        tensor larger than `max_bytes`. Raises ValueError if not even one block fits.
+        """
+        chunks: list[MemoryRange] = []
+        for layer in range(self.num_layers):
+            for component, (name, row_bytes) in enumerate(self.components):
+                start, nbytes = self.offset(layer, component), align_up(self.component_bytes(component))
+                last = chunks[-1] if chunks else MemoryRange(0, 0)
+                if last.nbytes + nbytes <= max_bytes:
+                    chunks[-1:] = [MemoryRange(last.start, last.nbytes + nbytes)]
+                    continue
+                block_bytes = self.block_size * row_bytes
+                step = nbytes if nbytes <= max_bytes else max_bytes // block_bytes * block_bytes
+                if step == 0:
+                    raise ValueError(f"max_bytes={max_bytes}: a block of {name!r} has {block_bytes} bytes")
+                chunks += [
+                    MemoryRange(start + done, min(step, nbytes - done)) for done in range(0, nbytes, step)
+                ]
+        return chunks
+
+    @property
+    def _layer_bytes(self) -> int:
+        return sum(align_up(self.component_bytes(i)) for i in range(len(self.components)))
+
+    def _canonical(self) -> str:
+        sizes = [self.num_layers, self.num_blocks, self.block_size]
+        return json.dumps([*sizes, *map(list, self.components)])
+
+
+class HostPool:
+    """A pool mapped into this process; also a context manager that closes it."""
+
+    def __init__(self, layout: HostPoolLayout, segment: SharedSegment) -> None:
+        self.layout = layout
+        self._segment = segment
+
+    @classmethod
+    def create(cls, layout: HostPoolLayout, dram_limit_bytes: int | None = None) -> HostPool:
+        """Reserve the pool's memory and give it a name. Removes what killed processes left first.
+
+        `dram_limit_bytes`: from `dram_size_per_dp_GB`, compared with `layout.payload_bytes`.
+        Raises HostPoolMemoryError before or while reserving; nothing is left behind then.
+        """
+        if dram_limit_bytes is not None and layout.payload_bytes > dram_limit_bytes:
+            fix = "raise it, or use fewer or smaller blocks"
+            raise HostPoolMemoryError(
+                layout.payload_bytes,
+                MemoryLimit("sparse_kv_offload_config.dram_size_per_dp_GB", dram_limit_bytes, fix),
+            )
+        return cls(layout, SharedSegment.create(layout.total_bytes, _describe(layout)))
+
+    @classmethod
+    def attach(cls, name: str, layout: HostPoolLayout) -> HostPool:
+        """Map a pool that another rank created. Raises HostPoolAttachError, HostPoolLayoutError."""
+        return cls(layout, SharedSegment.attach(name, layout.total_bytes, _describe(layout)))
+
+    @property
+    def name(self) -> str:
+        """What `attach` needs; useless once sealed."""
+        return self._segment.name
+
+    @property
+    def is_owner(self) -> bool:
+        return self._segment.is_owner
+
+    def layer(self, layer: int) -> dict[str, torch.Tensor]:
+        """Tensors uint8 [num_blocks, block_size, row_bytes] of one layer by component name, zero at first.
+
+        They share the pool's memory and keep it mapped, even past `close()`. Raises IndexError,
+        HostPoolClosedError.
+        """
+        tensors = {}
+        for component, (name, row_bytes) in enumerate(self.layout.components):
+            start = self.layout.offset(layer, component)
+            rows = self._segment.data[start : start + self.layout.component_bytes(component)]
+            shape = (self.layout.num_blocks, self.layout.block_size, row_bytes)
+            tensors[name] = torch.from_numpy(rows).view(shape)
+        return tensors
+
+    def chunks(self, max_bytes: int = MAX_CHUNK_BYTES) -> list[MemoryRange]:
+        """`layout.chunks` as addresses in this process. Raises HostPoolClosedError, ValueError."""
+        base = self._segment.data.ctypes.data
+        return [MemoryRange(base + start, nbytes) for start, nbytes in self.layout.chunks(max_bytes)]
+
+    def seal(self) -> None:
+        """Remove the name: rank 0 calls this when every rank has attached. Idempotent.
+
+        From then on the memory is freed with the last process, even after SIGKILL. Raises HostPoolError on
+        others.
+        """
+        self._segment.seal()
+
+    def close(self) -> None:
+        """Let go of the pool; the owner removes the name as well. Idempotent."""
+        self._segment.close()
+
+    def __enter__(self) -> HostPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _describe(layout: HostPoolLayout) -> str:
+    return f"{layout} digest={layout.digest}"
