@@ -1,0 +1,573 @@
+"""Metrics: layout, publishing and reading across processes, the collector, and the class that vLLM loads."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+import timeit
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_kvoffload.metrics import StatsChannel, WorkerStats, find_stats
+from vllm_kvoffload.metrics import collector as collector_module
+from vllm_kvoffload.metrics import reader as reader_module
+from vllm_kvoffload.metrics.collector import OffloadCollector
+from vllm_kvoffload.metrics.fields import (
+    COUNTERS,
+    FIELDS,
+    FILE_BYTES,
+    SLOT_BYTES,
+    file_name,
+    pack_header,
+    pack_slot,
+    parse,
+    parse_link,
+)
+from vllm_kvoffload.metrics.reader import StatsFinder
+from vllm_kvoffload.metrics.report import IntervalReport
+from vllm_kvoffload.sparse.stats import OffloadStats
+
+pytestmark = pytest.mark.timeout(120)
+
+imports_vllm = pytest.mark.slow  # seconds by itself, and more on a busy machine
+
+ZEROS = [0] * len(FIELDS)
+WRITER = """
+import os, sys, time
+from vllm_kvoffload.metrics import StatsChannel
+from vllm_kvoffload.metrics.fields import FIELDS
+from vllm_kvoffload.sparse.stats import OffloadStats
+
+instance, dp, tp, mode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+channel = StatsChannel(instance, dp, tp)
+channel.publish(OffloadStats(decode_steps=5, hits=90 + tp, misses=10, fetched_bytes=1 << 40), live_rows=2)
+if mode == "fork":
+    child = os.fork()
+    if not child:
+        channel.publish({"hits": 1})
+        time.sleep(60)
+    print(child, flush=True)
+print("ready", flush=True)
+step = 0
+while mode == "hammer":
+    step += 1
+    channel.publish({field.name: step for field in FIELDS})
+for line in sys.stdin:
+    exec(line)
+"""
+
+
+class Writer:
+    """A worker process below this one; `send` runs a line of Python in it."""
+
+    def __init__(self, instance: str, dp: int = 0, tp: int = 0, mode: str = "wait") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, instance, str(dp), str(tp), mode],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.child = int(self._line()) if mode == "fork" else 0
+        assert self._line() == "ready"
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def send(self, code: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(code + "; print('done', flush=True)\n")
+        self.process.stdin.flush()
+        assert self._line() == "done"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Writer]]:
+    writers: list[Writer] = []
+
+    def start_one(*args: Any, **kwargs: Any) -> Writer:
+        writers.append(Writer(*args, **kwargs))
+        return writers[-1]
+
+    yield start_one
+    for writer in writers:
+        writer.kill()
+        for pipe in (writer.process.stdin, writer.process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                assert pipe is not None
+                pipe.close()
+        if writer.child:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(writer.child, signal.SIGKILL)
+
+
+@pytest.fixture
+def instance() -> str:
+    return f"test-{os.getpid()}-{time.time_ns()}"
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """caplog that sees vLLM's loggers too, which end at vLLM's own handler."""
+    logger = logging.getLogger("vllm")
+    before = logger.propagate, logger.level
+    logger.propagate = True
+    logger.setLevel(logging.INFO)
+    yield caplog
+    logger.propagate = before[0]
+    logger.setLevel(before[1])
+
+
+def stats_files() -> list[str]:
+    """Memory files of metrics that this very process holds."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [link for link in links if parse_link(link)]
+
+
+def scrape(collector: OffloadCollector) -> dict[tuple[str, str], float]:
+    """Samples by name and rank, through the text that Prometheus gets."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return {
+        (sample.name, sample.labels["rank"]): sample.value
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        for sample in family.samples
+    }
+
+
+# ------------------------------------------------------------------------------------------------- layout
+
+
+def test_every_counter_of_the_worker_has_a_field() -> None:
+    assert tuple(field.name for field in dataclasses.fields(OffloadStats)) == COUNTERS
+
+
+def file_of(*slots: tuple[int, list[int]]) -> bytes:
+    data = bytearray(FILE_BYTES)
+    header = pack_header(17, 99)
+    data[: len(header)] = header
+    for sequence, values in slots:
+        offset, slot = pack_slot(sequence, values)
+        data[offset : offset + len(slot)] = slot
+    return bytes(data)
+
+
+def test_newest_whole_slot_is_read() -> None:
+    ones, twos = [1] * len(FIELDS), [2] * len(FIELDS)
+    for older, newer in ((4, 5), (5, 6)):
+        record = parse(file_of((older, ones), (newer, twos)))
+        assert record is not None
+        assert (record.pid, record.created_ns, record.values) == (17, 99, tuple(twos))
+
+
+def test_a_slot_cut_anywhere_falls_back_to_the_other() -> None:
+    before = file_of((4, [7] * len(FIELDS)), (3, ZEROS))
+    offset, slot = pack_slot(5, [-8] * len(FIELDS))
+    for cut in range(SLOT_BYTES):
+        torn = bytearray(before)
+        torn[offset : offset + cut] = slot[:cut]
+        record = parse(bytes(torn))
+        assert record is not None
+        # From the last byte of the checksum on, the slot is whole: what follows is padding.
+        assert record.values[0] == (7 if cut < SLOT_BYTES - 4 else -8), cut
+
+
+def test_foreign_content_is_refused() -> None:
+    good = file_of((0, ZEROS), (1, ZEROS))
+    assert parse(good) is not None
+    assert parse(b"") is None
+    assert parse(good[:-1]) is None
+    for offset in (0, 8):  # magic, schema
+        bad = bytearray(good)
+        bad[offset] ^= 1
+        assert parse(bytes(bad)) is None
+    assert parse(file_of()[:40] + bytes([1]) * (FILE_BYTES - 40)) is None  # both slots broken
+
+
+@pytest.mark.parametrize("instance_id", ["abc", "a:dp1:tp2", "with space (deleted)", "", "line\nend"])
+def test_link_names_round_trip(instance_id: str) -> None:
+    link = f"/memfd:{file_name(instance_id, 3, 12)} (deleted)"
+    assert parse_link(link) == (instance_id, 3, 12)
+    assert parse_link(link + "x") is None
+    assert parse_link("x" + link) is None
+
+
+# ------------------------------------------------------------------------------------------------ channel
+
+
+def test_published_values_are_found_in_the_own_process(instance: str) -> None:
+    channel = StatsChannel(instance, 1, 2)
+    try:
+        (empty,) = find_stats(os.getpid(), instance)
+        assert set(empty.values.values()) == {0}
+        channel.publish(OffloadStats(hits=3), kv_blocks=9)
+        channel.publish({"misses": 1 << 62})
+        (found,) = find_stats(os.getpid(), instance)
+        assert (found.dp_rank, found.tp_rank, found.pid) == (1, 2, os.getpid())
+        expected = dict.fromkeys(empty.values, 0) | {"hits": 3, "kv_blocks": 9, "misses": 1 << 62}
+        assert found.values == expected
+    finally:
+        channel.close()
+    channel.close()
+    assert not find_stats(os.getpid(), instance)
+    channel.publish({"hits": 4})  # after close: nothing, and no error
+    assert not stats_files()
+
+
+def test_a_dropped_channel_closes_its_file(instance: str) -> None:
+    channel = StatsChannel(instance, 0, 0)
+    assert len(stats_files()) == 1
+    assert not os.get_inheritable(channel._fd)
+    del channel
+    assert not stats_files()
+
+
+def test_wrong_names_and_values_leave_the_last_publication(instance: str) -> None:
+    channel = StatsChannel(instance, 0, 0)
+    channel.publish({"hits": 1, "misses": 2})
+    with pytest.raises(KeyError, match="hit_ratio"):
+        channel.publish({"hits": 9, "hit_ratio": 1})
+    with pytest.raises(struct.error):
+        channel.publish({"misses": 9, "hits": 0.5})  # type: ignore[dict-item]
+    with pytest.raises(struct.error):
+        channel.publish({"misses": 9, "hits": 1 << 63})
+    channel.publish({"new_rows": 5})
+    (found,) = find_stats(os.getpid(), instance)
+    assert [found.values[name] for name in ("hits", "misses", "new_rows")] == [1, 2, 5]
+
+
+def test_publish_is_cheap(instance: str) -> None:
+    channel, stats = StatsChannel(instance, 0, 0), OffloadStats(hits=1)
+    seconds = min(timeit.repeat(lambda: channel.publish(stats, live_rows=1), number=200, repeat=30)) / 200
+    assert seconds < 20e-6  # 5 to 7 us on an idle machine; a factor of 3 for a busy one
+
+
+def test_python_without_memfd_create_uses_libc(instance: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    channel = StatsChannel(instance, 0, 0)
+    assert channel.active
+    assert not os.get_inheritable(channel._fd)
+    channel.publish({"hits": 4})
+    assert find_stats(os.getpid(), instance)[0].values["hits"] == 4
+
+
+def test_no_memory_files_means_a_warning_and_no_metrics(
+    instance: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(24, "too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    channel = StatsChannel(instance, 0, 0)
+    assert not channel.active
+    channel.publish({"hits": 4})
+    channel.close()
+    assert "too many open files" in log.text
+
+
+# -------------------------------------------------------------------------------------------- two processes
+
+
+def test_collector_shows_what_workers_publish(start: Callable[..., Writer], instance: str) -> None:
+    writers = [start(instance, 0, 0), start(f"{instance}_dp0", 0, 1), start("other", 0, 0)]
+    collector = OffloadCollector(StatsFinder(os.getpid(), instance, expected=2), "glm")
+    samples = scrape(collector)
+    assert samples["vllm:kvoffload_hits_total", "0"] == 90
+    assert samples["vllm:kvoffload_hits_total", "1"] == 91
+    assert samples["vllm:kvoffload_fetched_bytes_total", "1"] == 1 << 40
+    assert samples["vllm:kvoffload_live_rows", "0"] == 2
+    assert len(samples) == 2 * len(FIELDS)  # none of "other", and no series twice
+    writers[0].send("channel.publish({'hits': 100}, live_rows=0)")
+    samples = scrape(collector)
+    assert samples["vllm:kvoffload_hits_total", "0"] == 100
+    assert samples["vllm:kvoffload_live_rows", "0"] == 0
+    assert find_stats(writers[1].process.pid)[0].tp_rank == 1  # a subtree of its own
+
+
+def test_labels_are_those_of_vllm(start: Callable[..., Writer], instance: str) -> None:
+    start(instance, 3, 1)
+    registry = CollectorRegistry()
+    registry.register(OffloadCollector(StatsFinder(os.getpid(), instance, expected=1), "glm"))
+    text = generate_latest(registry).decode()
+    assert 'vllm:kvoffload_misses_total{engine="3",model_name="glm",rank="1"} 10.0' in text
+    assert "# TYPE vllm:kvoffload_misses_total counter" in text
+    assert "# TYPE vllm:kvoffload_live_rows gauge" in text
+
+
+def test_reads_under_hammering_are_never_torn(start: Callable[..., Writer], instance: str) -> None:
+    start(instance, mode="hammer")
+    finder = StatsFinder(os.getpid(), instance, expected=1)
+    end, last, reads, changes = time.monotonic() + 3.0, 0, 0, 0
+    while time.monotonic() < end and changes < 2000:
+        (found,) = finder.read()
+        if found.values["decode_steps"] == 5:  # the writer's first publication
+            continue
+        (step,) = set(found.values.values())  # all of one publication
+        assert step >= last
+        changes += step > last
+        reads, last = reads + 1, step
+    # Sharing one core, reader and writer alternate by time slices only.
+    assert changes >= 10, f"{reads} reads saw only {changes} publications"
+
+
+def test_a_killed_worker_is_dropped_and_its_successor_found(
+    start: Callable[..., Writer], instance: str
+) -> None:
+    writer = start(instance)
+    finder = StatsFinder(os.getpid(), instance, expected=1, rescan_s=0.0)
+    collector = OffloadCollector(finder, "glm")
+    assert scrape(collector)
+    os.kill(writer.process.pid, signal.SIGKILL)
+    # Until someone waits for it, it is a zombie: still a process, but one without files.
+    os.waitid(os.P_PID, writer.process.pid, os.WEXITED | os.WNOWAIT)
+    assert scrape(collector) == {}
+    writer.kill()
+    assert scrape(collector) == {}
+    start(instance).send("channel.publish({'hits': 7})")
+    assert scrape(collector)["vllm:kvoffload_hits_total", "0"] == 7
+
+
+def test_a_stopped_worker_can_be_read(start: Callable[..., Writer], instance: str) -> None:
+    writer = start(instance, mode="hammer")
+    for _ in range(20):
+        os.kill(writer.process.pid, signal.SIGSTOP)
+        assert len(find_stats(os.getpid(), instance)) == 1
+        os.kill(writer.process.pid, signal.SIGCONT)
+
+
+def test_a_forked_child_neither_publishes_nor_outlives(start: Callable[..., Writer], instance: str) -> None:
+    writer = start(instance, mode="fork")
+    time.sleep(0.1)  # the child's own publish
+    (found,) = find_stats(os.getpid(), instance)
+    assert (found.pid, found.values["hits"]) == (writer.process.pid, 90)
+    assert find_stats(writer.child, instance) == []
+
+
+def test_no_file_is_inherited_over_exec(instance: str) -> None:
+    channel = StatsChannel(instance, 0, 0)
+    code = f"import os; print(os.path.exists('/proc/self/fd/{channel._fd}'))"
+    assert subprocess.check_output([sys.executable, "-c", code], close_fds=False, text=True) == "False\n"
+
+
+def test_searches_are_limited_and_only_while_workers_are_missing(
+    start: Callable[..., Writer], instance: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches = []
+    real = reader_module._search
+
+    def counting(root: int, instance_id: str | None) -> Any:
+        searches.append(root)
+        return real(root, instance_id)
+
+    monkeypatch.setattr(reader_module, "_search", counting)
+    patient = StatsFinder(os.getpid(), instance, expected=1)
+    assert [patient.read() for _ in range(5)] == [[]] * 5
+    assert len(searches) == 1
+    eager = StatsFinder(os.getpid(), instance, expected=1, rescan_s=0.0)
+    assert (eager.read(), eager.read()) == ([], [])
+    assert len(searches) == 3
+    start(instance)
+    assert all(len(eager.read()) == 1 for _ in range(5))
+    assert len(searches) == 4
+
+
+def test_a_descriptor_taken_over_by_another_file_is_not_opened(tmp_path: Any) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    fd = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    link = f"/memfd:{file_name('x', 0, 0)} (deleted)"
+    try:
+        assert reader_module._read(reader_module._Place(os.getpid(), str(fd), link)) is None
+    finally:
+        os.close(fd)
+
+
+# ----------------------------------------------------------------------------------------------- collector
+
+
+def test_failures_end_in_one_warning(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+    finder = StatsFinder(os.getpid(), None, expected=1)
+    monkeypatch.setattr(finder, "read", lambda: os.environ["no such key"])
+    collector = OffloadCollector(finder, "glm")
+    for _ in range(3):
+        assert scrape(collector) == {}
+    assert log.text.count("no metrics") == 1
+    assert "KeyError" in log.text
+    monkeypatch.setattr(collector_module, "WARN_EVERY_S", 0.0)
+    collector._quiet_until_s = 0.0
+    scrape(collector)
+    scrape(collector)
+    assert log.text.count("no metrics") == 3
+
+
+def worker(dp: int = 0, tp: int = 0, created_ns: int = 1, **values: int) -> WorkerStats:
+    return WorkerStats("i", dp, tp, 1, created_ns, {**{field.name: 0 for field in FIELDS}, **values})
+
+
+def test_report_shows_the_interval_not_the_totals() -> None:
+    report = IntervalReport(0.0)
+    first = worker(hits=50, misses=50, fetched_bytes=20_000_000, live_rows=3)
+    (line,) = report.lines([first], 10.0)
+    assert line.startswith("Engine 000: KV offload: hit ratio 50.0%, fetched 2.0 MB/s")
+    assert report.lines([first], 20.0) == []
+    (line,) = report.lines([worker(hits=140, misses=60, fetched_bytes=21_000_000, live_rows=1)], 22.0)
+    assert "hit ratio 90.0%, fetched 0.5 MB/s" in line
+    assert "1 requests" in line
+
+
+def test_report_sums_ranks_and_separates_engines() -> None:
+    ranks = [worker(tp=tp, hits=1, written_bytes=10_000_000) for tp in range(2)]
+    lines = IntervalReport(0.0).lines([*ranks, worker(dp=1, prefill_bytes=5_000_000), worker(dp=2)], 1.0)
+    assert len(lines) == 2
+    assert "written 20.0 MB/s" in lines[0]
+    assert lines[1].startswith("Engine 001: KV offload: no row looked up, fetched 0.0 MB/s, streamed 5.0")
+
+
+def test_report_takes_a_new_worker_from_nothing() -> None:
+    report = IntervalReport(0.0)
+    report.lines([worker(hits=1000)], 1.0)
+    assert "hit ratio 25.0%" in report.lines([worker(created_ns=2, hits=1, misses=3)], 2.0)[0]
+
+
+# -------------------------------------------------------------------------------------- the class vLLM loads
+
+
+def vllm_config(instance_id: str, enabled: bool = True, tp: int = 1, additional: object = None) -> Any:
+    """The part of a VllmConfig that the class reads."""
+    return SimpleNamespace(
+        instance_id=instance_id,
+        additional_config={"sparse_kv_offload_config": {"enabled": enabled}}
+        if additional is None
+        else additional,
+        parallel_config=SimpleNamespace(tensor_parallel_size=tp),
+        model_config=SimpleNamespace(served_model_name="glm"),
+    )
+
+
+@pytest.fixture
+def stat_logger(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("vllm")
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    from vllm_kvoffload.metrics import stat_logger as module
+
+    monkeypatch.setattr(module, "REGISTRY", CollectorRegistry(auto_describe=True))
+    monkeypatch.setattr(module, "_registered", [])
+    return module
+
+
+@imports_vllm
+def test_entry_point_names_a_class_that_vllm_takes(stat_logger: Any) -> None:
+    tomllib = pytest.importorskip("tomllib")
+    from vllm.plugins import STAT_LOGGER_PLUGINS_GROUP
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    ((name, value),) = project["entry-points"][STAT_LOGGER_PLUGINS_GROUP].items()
+    others = [
+        key
+        for group in ("vllm.general_plugins", "vllm.platform_plugins")
+        for key in project["entry-points"][group]
+    ]
+    assert name not in others  # so VLLM_PLUGINS can leave it out alone
+    loaded = metadata.EntryPoint(name, value, STAT_LOGGER_PLUGINS_GROUP).load()
+    assert loaded is stat_logger.OffloadStatLogger
+    assert issubclass(loaded, StatLoggerBase)
+
+
+@imports_vllm
+@pytest.mark.parametrize(
+    "additional",
+    [
+        {"sparse_kv_offload_config": {"enabled": False}},
+        {},
+        {"sparse_kv_offload_config": {"enabld": True}},
+        object(),
+    ],
+)
+def test_without_offload_nothing_is_registered(
+    stat_logger: Any, instance: str, additional: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "_search", lambda *_: pytest.fail("looked into /proc"))
+    logger = stat_logger.OffloadStatLogger(vllm_config(instance, additional=additional), engine_indexes=[0])
+    logger.log_engine_initialized()
+    logger.record(None, None, engine_idx=0)
+    logger.log()
+    assert generate_latest(stat_logger.REGISTRY) == b""
+
+
+@imports_vllm
+def test_multiprocess_mode_says_what_to_do(
+    stat_logger: Any, instance: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "somewhere")
+    stat_logger.OffloadStatLogger(vllm_config(instance), engine_indexes=[0]).log()
+    assert generate_latest(stat_logger.REGISTRY) == b""
+    assert "--api-server-count 1" in log.text
+
+
+@imports_vllm
+def test_vllms_manager_serves_all_engines_through_one_object(
+    stat_logger: Any,
+    start: Callable[..., Writer],
+    instance: str,
+    monkeypatch: pytest.MonkeyPatch,
+    log: pytest.LogCaptureFixture,
+) -> None:
+    from vllm.v1.metrics import loggers, prometheus
+
+    class NoSeries(loggers.AggregateStatLoggerBase):
+        """In place of vLLM's own series, which need a whole VllmConfig; it clears the registry as they do."""
+
+        def __init__(self, *_: object) -> None:
+            prometheus.unregister_vllm_metrics()  # type: ignore[no-untyped-call]
+
+        def record(self, *_: object, **__: object) -> None: ...
+
+        def log_engine_initialized(self) -> None: ...
+
+    monkeypatch.setattr(loggers, "PrometheusStatLogger", NoSeries)
+    monkeypatch.setattr(prometheus, "REGISTRY", stat_logger.REGISTRY)
+    writers = [start(instance, dp, 0) for dp in range(2)]
+    for generation in range(2):  # a second engine in the process takes the first one's place
+        manager = loggers.StatLoggerManager(
+            vllm_config(instance),
+            engine_idxs=[0, 1],
+            custom_stat_loggers=[stat_logger.OffloadStatLogger],
+            enable_default_loggers=False,
+        )
+        manager.log_engine_initialized()  # type: ignore[no-untyped-call]
+        for engine in range(2):
+            manager.record(None, None, engine_idx=engine)
+        manager.record_sleep_state(0, 0)
+        manager.record_admission_rejection("max_num_queued_reqs")
+        log.clear()
+        manager.log()  # type: ignore[no-untyped-call]
+        assert [record.getMessage()[:10] for record in log.records] == ["Engine 000", "Engine 001"]
+        manager.log()  # type: ignore[no-untyped-call]  # nothing happened since
+        assert len(log.records) == 2, generation
+        text = generate_latest(stat_logger.REGISTRY).decode()
+        assert text.count("vllm:kvoffload_hits_total{") == 2
+    for writer in writers:
+        writer.kill()
+    manager.log()  # type: ignore[no-untyped-call]
+    assert "hits_total{" not in generate_latest(stat_logger.REGISTRY).decode()

@@ -1,0 +1,170 @@
+"""The reader's end: finds the workers of a server by their memory files, and reads them.
+
+Only processes of this user, descended from a given one, are looked into. Nothing of a worker is kept open
+between two reads, so a worker that is gone, also by SIGKILL, is gone here as well.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from vllm_kvoffload.metrics.fields import FIELDS, FILE_BYTES, parse, parse_link
+
+RESCAN_S = 10.0
+"""Least time between two searches: one looks at every process of the machine, about 20 us each."""
+
+_ATTEMPTS = 16
+
+
+@dataclass(frozen=True)
+class WorkerStats:
+    """What one worker last published.
+
+    Attributes:
+        instance_id, dp_rank, tp_rank: as given to `StatsChannel`; pid: the worker's.
+        created_ns: start of the counters, ns since the epoch.
+        values: by the names in `fields.FIELDS`.
+    """
+
+    instance_id: str
+    dp_rank: int
+    tp_rank: int
+    pid: int
+    created_ns: int
+    values: dict[str, int]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a worker's file is: descriptor `fd` of process `pid`; `link` is what it must point to."""
+
+    pid: int
+    fd: str
+    link: str
+
+
+def find_stats(pid_root: int, instance_id: str | None = None) -> list[WorkerStats]:
+    """Counters of every worker at or below process `pid_root`, by DP and TP rank.
+
+    With `instance_id`, only those of that engine. Empty when there is none. Caller and workers must be in the
+    same PID namespace.
+    """
+    return _read_all(_search(pid_root, instance_id))
+
+
+class StatsFinder:
+    """`find_stats` for a periodic reader: remembers where the workers are. Thread-safe.
+
+    Args:
+        pid_root, instance_id: see `find_stats`.
+        expected: workers there should be. While fewer answer, reads search again, at most every `rescan_s`.
+    """
+
+    def __init__(
+        self, pid_root: int, instance_id: str | None, expected: int, rescan_s: float = RESCAN_S
+    ) -> None:
+        self._root, self._instance, self._expected = pid_root, instance_id, expected
+        self._rescan_s = rescan_s
+        self._next_search = time.monotonic()
+        self._places: list[_Place] = []
+        self._lock = threading.Lock()
+
+    def read(self) -> list[WorkerStats]:
+        """As `find_stats`; a few system calls per worker unless a search is due."""
+        with self._lock:
+            found = _read_all(self._places)
+            now = time.monotonic()
+            if len(found) >= self._expected or now < self._next_search:
+                return found
+            self._next_search = now + self._rescan_s
+            self._places = list(_search(self._root, self._instance))
+            return _read_all(self._places)
+
+
+def _search(root: int, instance_id: str | None) -> Iterator[_Place]:
+    for pid in _descendants(root):
+        try:
+            descriptors = os.listdir(f"/proc/{pid}/fd")
+        except OSError:  # gone, or not this user's
+            continue
+        for fd in descriptors:
+            link = _link(pid, fd)
+            identity = parse_link(link)
+            # Engines of one server may carry its instance id with a suffix of their own.
+            if identity and (instance_id is None or identity[0] in _aliases(instance_id, identity[1])):
+                yield _Place(pid, fd, link)
+
+
+def _aliases(instance_id: str, dp_rank: int) -> tuple[str, str]:
+    return instance_id, f"{instance_id}_dp{dp_rank}"
+
+
+def _descendants(root: int) -> list[int]:
+    """`root` and all below it, from one pass over /proc."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                stat = file.read()
+        except OSError:
+            continue
+        # The name, in parentheses, may hold anything; after it come the state and the parent.
+        parent = int(stat.rpartition(b")")[2].split()[1])
+        children.setdefault(parent, []).append(int(entry))
+    found = [root]
+    for pid in found:
+        found.extend(children.get(pid, ()))
+    return found
+
+
+def _link(pid: int, fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/{fd}")
+    except OSError:
+        return ""
+
+
+def _read_all(places: Iterable[_Place]) -> list[WorkerStats]:
+    found: dict[tuple[str, int, int], WorkerStats] = {}
+    for place in places:
+        stats = _read(place)
+        if stats is None:
+            continue
+        key = (stats.instance_id, stats.dp_rank, stats.tp_rank)
+        # An engine made anew in the same process may not have closed its predecessor's file yet.
+        if key not in found or found[key].created_ns < stats.created_ns:
+            found[key] = stats
+    return sorted(found.values(), key=lambda stats: (stats.dp_rank, stats.tp_rank, stats.instance_id))
+
+
+def _read(place: _Place) -> WorkerStats | None:
+    """A worker's values; None when it is gone, or the file belongs to another process or version."""
+    identity = parse_link(place.link)
+    # Opening something else that took over the number, say a FIFO, could block: look before.
+    if identity is None or _link(place.pid, place.fd) != place.link:
+        return None
+    try:
+        fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        record = None
+        for _ in range(_ATTEMPTS):
+            record = parse(os.pread(fd, FILE_BYTES, 0))
+            if record is not None:
+                break
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    # A forked child holds its parent's file too, and may outlive it.
+    if record is None or record.pid != place.pid:
+        return None
+    values = {field.name: value for field, value in zip(FIELDS, record.values, strict=True)}
+    return WorkerStats(*identity, pid=record.pid, created_ns=record.created_ns, values=values)

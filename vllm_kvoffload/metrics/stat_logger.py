@@ -1,0 +1,86 @@
+"""What vLLM loads in its API server, through the entry point group `vllm.stat_logger_plugins`.
+
+vLLM makes one object per API process with all the engines it manages, before its own Prometheus series, and
+calls `log` every VLLM_LOG_STATS_INTERVAL seconds. Any plugin in that group makes vLLM keep statistics despite
+--disable-log-stats; VLLM_PLUGINS with other names than `kvoffload_metrics` leaves this one out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import REGISTRY
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+
+from vllm_kvoffload.config import ConfigError, parse_sparse_offload
+from vllm_kvoffload.metrics.collector import OffloadCollector
+from vllm_kvoffload.metrics.reader import StatsFinder
+from vllm_kvoffload.metrics.report import IntervalReport
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+_registered: list[OffloadCollector] = []
+
+
+class OffloadStatLogger(AggregateStatLoggerBase):
+    """Puts the workers' counters into /metrics and the log. Does nothing for an engine without the offload.
+
+    Args:
+        vllm_config: of the engine.
+        engine_indexes: DP ranks that this API process manages.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
+        self._collector: OffloadCollector | None = None
+        self._report = IntervalReport(time.monotonic())
+        if not _enabled(vllm_config):
+            return
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            logger.warning(
+                "KV offload: its counters don't appear in /metrics with more than one API process, or with "
+                "PROMETHEUS_MULTIPROC_DIR set. Use --api-server-count 1 to see them."
+            )
+            return
+        finder = StatsFinder(
+            os.getpid(),
+            vllm_config.instance_id,
+            expected=len(engine_indexes) * vllm_config.parallel_config.tensor_parallel_size,
+        )
+        self._collector = OffloadCollector(finder, str(vllm_config.model_config.served_model_name))
+        _register(self._collector)
+
+    def record(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's own statistics of a step: nothing in them is ours."""
+
+    def log_engine_initialized(self) -> None:
+        """The start-up line is the worker's."""
+
+    def log(self) -> None:
+        """One line for each engine whose offload did something since the last call."""
+        if self._collector is None:
+            return
+        for line in self._report.lines(self._collector.read(), time.monotonic()):
+            logger.info(line)
+
+
+def _enabled(vllm_config: VllmConfig) -> bool:
+    options = vllm_config.additional_config
+    try:
+        return isinstance(options, Mapping) and parse_sparse_offload(options).enabled
+    except ConfigError:  # for the platform to refuse, where there is one that reads this section
+        return False
+
+
+def _register(collector: OffloadCollector) -> None:
+    """Like vLLM's own series, those of a process's latest engine replace the ones before."""
+    while _registered:
+        REGISTRY.unregister(_registered.pop())
+    REGISTRY.register(collector)
+    _registered.append(collector)
