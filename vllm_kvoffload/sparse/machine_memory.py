@@ -36,7 +36,7 @@ def ram_limits(root: Path = Path("/")) -> list[MemoryLimit]:
             MemoryLimit(
                 "free memory of the machine (MemAvailable)",
                 max(0, available * 1024 - HEADROOM_BYTES),
-                "stop other processes, use a machine with more memory",
+                "lower dram_size_per_dp_GB, stop other processes or add memory",
             )
         )
     for directory in _memory_cgroups(root):
@@ -46,7 +46,7 @@ def ram_limits(root: Path = Path("/")) -> list[MemoryLimit]:
                 MemoryLimit(
                     f"memory limit of cgroup {directory}",
                     max(0, left - HEADROOM_BYTES),
-                    "raise the container's memory limit",
+                    "raise the memory limit of the container or lower dram_size_per_dp_GB",
                 )
             )
     return limits
@@ -57,7 +57,8 @@ def _shm_limit(shm_dir: Path) -> MemoryLimit:
     return MemoryLimit(
         f"free space of {shm_dir}",
         stat.f_bavail * stat.f_frsize,
-        "enlarge it (docker --shm-size, a Kubernetes emptyDir of medium Memory, mount -o remount,size=...)",
+        "lower dram_size_per_dp_GB or enlarge it (docker --shm-size, a Kubernetes emptyDir of medium Memory, "
+        "mount -o remount,size=...)",
     )
 
 
