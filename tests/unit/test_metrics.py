@@ -407,7 +407,7 @@ def test_a_descriptor_taken_over_by_another_file_is_not_opened(tmp_path: Any) ->
 
 def test_failures_end_in_one_warning(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
     finder = StatsFinder(os.getpid(), None, expected=1)
-    monkeypatch.setattr(finder, "read", lambda: os.environ["no such key"])
+    monkeypatch.setattr(finder, "read", lambda: os.environ["NO_SUCH_KEY"])
     collector = OffloadCollector(finder, "glm")
     for _ in range(3):
         assert scrape(collector) == {}
