@@ -428,11 +428,12 @@ class TestKilled:
             assert path.exists()
         assert path.name in remove_stale_segments()
 
-    def test_the_owner_holds_the_lock_for_as_long_as_there_is_a_name(self) -> None:
+    def test_the_owner_holds_the_lock_until_it_closes(self) -> None:
         with HostPool.create(LAYOUT) as pool, (SHM / pool.name).open("r+") as file:
             with pytest.raises(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            pool.seal()
+            pool.close()
+            gc.collect()
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def test_other_files_are_never_touched(self) -> None:

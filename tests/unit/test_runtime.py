@@ -224,6 +224,17 @@ def test_the_first_failure_of_a_stream_is_the_one_reported(runtime: CpuRuntime) 
         b.synchronize()
 
 
+def test_a_timeout_does_not_hide_the_failure_before_it(runtime: CpuRuntime) -> None:
+    gate = threading.Event()
+    a, b = runtime.stream("a"), runtime.stream("b")
+    b.submit(gate.wait, 5)
+    a.submit(fail, label="first")
+    a.wait_event(b.record(), deadline_s=0.01)
+    with pytest.raises(TaskFailedError, match="task 'first'"):
+        a.synchronize()
+    gate.set()
+
+
 def test_recover_confines_a_failure(runtime: CpuRuntime) -> None:
     stream, log = runtime.stream("a"), []
     stream.submit(fail)
@@ -317,7 +328,6 @@ def test_arguments_are_released_before_the_stream_idles(runtime: CpuRuntime) -> 
             self.freed.set()
 
     runtime.stream("a").submit(id, Buffer())
-    runtime.stream("a").synchronize()
     assert Buffer.freed.wait(1)
 
 
