@@ -10,11 +10,6 @@
 namespace kvoffload {
 namespace {
 
-struct Extent {
-  std::int64_t query_tokens = 0;  // most of one request
-  std::int64_t ids = 0;
-};
-
 void check_residency(const ResidencyView& residency) {
   require(residency.ways == 16 || residency.ways == 32, "residency.tags: ways must be 16 or 32, got ", residency.ways);
   require(residency.sets > 0 && (residency.sets & (residency.sets - 1)) == 0,
@@ -31,9 +26,9 @@ void check_buffers(const PlanInput& in, const PlanOutput& out) {
   require(in.query_start_loc[0] == 0, "query_start_loc[0]: expected 0, got ", in.query_start_loc[0]);
 }
 
-// The extent of the largest request that is not skipped.
-Extent check_requests(const PlanInput& in, const ResidencyView& residency, const PlanOutput& out) {
-  Extent most;
+// Returns the most ids of one request.
+std::int64_t check_requests(const PlanInput& in, const ResidencyView& residency, const PlanOutput& out) {
+  std::int64_t most_ids = 0;
   for (std::int64_t n = 0; n < in.requests; ++n) {
     const std::int64_t q = std::int64_t{in.query_start_loc[n + 1]} - in.query_start_loc[n];
     require(q >= 0, "query_start_loc[", n + 1, "]: ", in.query_start_loc[n + 1], " is less than its predecessor");
@@ -47,10 +42,9 @@ Extent check_requests(const PlanInput& in, const ResidencyView& residency, const
             " ids do not fit a row of ", residency.slots(), " slots (request ", n, ")");
     require(q * in.width <= out.miss_capacity, "out.miss_ids: capacity ", out.miss_capacity,
             " is less than the ", q * in.width, " ids of request ", n);
-    most.query_tokens = std::max(most.query_tokens, q);
-    most.ids = std::max(most.ids, q * in.width);
+    most_ids = std::max(most_ids, q * in.width);
   }
-  return most;
+  return most_ids;
 }
 
 // Two requests on one row would evict each other's rows within the step.
@@ -112,8 +106,8 @@ void fill_unplanned(const PlanOutput& out, std::int64_t first, std::int64_t last
 void dsa_plan(const PlanInput& in, const ResidencyView& residency, const PlanOutput& out, Workspace& workspace) {
   check_residency(residency);
   check_buffers(in, out);
-  const Extent most = check_requests(in, residency, out);
-  workspace.reserve(residency.sets, most.ids, most.query_tokens, residency.rows);
+  const std::int64_t most_ids = check_requests(in, residency, out);
+  workspace.reserve(residency.sets, most_ids, residency.rows);
   check_rows_distinct(in, workspace);
 
   const PlanRequestFn plan_request = select_planner(residency);

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "lanes.h"
+
 namespace kvoffload {
 namespace {
 
@@ -28,14 +30,8 @@ struct Lanes {
     return mask;
   }
 
-  static std::uint32_t equal(const std::uint8_t* ages, std::uint8_t value) {
-    const __m128i wanted = _mm_set1_epi8(static_cast<char>(value));
-    std::uint32_t mask = 0;
-    for (int way = 0; way < W; way += 16) {
-      mask |= static_cast<std::uint32_t>(_mm_movemask_epi8(_mm_cmpeq_epi8(load(ages + way), wanted))) << way;
-    }
-    return mask;
-  }
+  static std::uint32_t low_bit(const std::uint8_t* ages) { return bit<7>(ages); }
+  static std::uint32_t high_bit(const std::uint8_t* ages) { return bit<6>(ages); }
 
   static void fill(std::uint8_t* ages, std::uint32_t ways, std::uint8_t value) {
     const __m128i filler = _mm_set1_epi8(static_cast<char>(value));
@@ -51,7 +47,22 @@ struct Lanes {
     }
   }
 
+  static std::int32_t* settle_block(std::int32_t first, const std::uint32_t* sets, const std::uint32_t* found,
+                                    std::int32_t* slots, std::int32_t* pending) {
+    return settle_positions<W>(first, sets, found, slots, pending);
+  }
+
  private:
+  // The bit that a shift by kShift brings to the top of each byte.
+  template <int kShift>
+  static std::uint32_t bit(const std::uint8_t* ages) {
+    std::uint32_t mask = 0;
+    for (int way = 0; way < W; way += 16) {
+      const int bits = _mm_movemask_epi8(_mm_slli_epi16(load(ages + way), kShift));
+      mask |= static_cast<std::uint32_t>(bits) << way;
+    }
+    return mask;
+  }
   static __m128i load(const std::uint8_t* ages) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(ages));
   }

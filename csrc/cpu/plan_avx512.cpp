@@ -1,7 +1,9 @@
-// Vector primitives of the plan for AVX-512 (F, BW, VL): a set of 16 tags is one load and one compare.
+// Vector primitives of the plan for AVX-512 (F, BW, CD, VL): a set of 16 tags is one load and one compare.
 #include <immintrin.h>
 
 #include <cstdint>
+
+#include "lanes.h"
 
 namespace kvoffload {
 namespace {
@@ -14,6 +16,22 @@ inline std::uint32_t integer(__mmask16 mask) {
   return value;
 }
 
+// settle_positions for 16 lanes at once. A found mask has one bit, whose number is 31 minus its leading zeros.
+template <int W>
+inline std::int32_t* settle_lanes(std::int32_t first, const std::uint32_t* sets, const std::uint32_t* found,
+                                  std::int32_t* slots, std::int32_t* pending) {
+  const __m512i masks = _mm512_load_si512(found);
+  const __m512i way = _mm512_sub_epi32(_mm512_set1_epi32(31), _mm512_lzcnt_epi32(masks));
+  const __m512i slot = _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sets), W == 16 ? 4 : 5), way);
+  const __mmask16 missing = _mm512_testn_epi32_mask(masks, masks);
+  _mm512_storeu_si512(slots, _mm512_mask_set1_epi32(slot, missing, kNoSlot));
+  const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i positions = _mm512_add_epi32(lane, _mm512_set1_epi32(first));
+  // Compressed in the register and stored whole: the list has room, and storing compressed is slow on some processors.
+  _mm512_storeu_si512(pending, _mm512_maskz_compress_epi32(missing, positions));
+  return pending + __builtin_popcount(integer(missing));
+}
+
 template <int W>
 struct Lanes;
 
@@ -23,9 +41,13 @@ struct Lanes<16> {
     return integer(_mm512_cmpeq_epi32_mask(_mm512_loadu_si512(tags), _mm512_set1_epi32(id)));
   }
 
-  static std::uint32_t equal(const std::uint8_t* ages, std::uint8_t value) {
-    const __m128i same = _mm_cmpeq_epi8(load(ages), _mm_set1_epi8(static_cast<char>(value)));
-    return static_cast<std::uint32_t>(_mm_movemask_epi8(same));
+  // The shift brings the bit to the top of each byte.
+  static std::uint32_t low_bit(const std::uint8_t* ages) {
+    return static_cast<std::uint32_t>(_mm_movemask_epi8(_mm_slli_epi16(load(ages), 7)));
+  }
+
+  static std::uint32_t high_bit(const std::uint8_t* ages) {
+    return static_cast<std::uint32_t>(_mm_movemask_epi8(_mm_slli_epi16(load(ages), 6)));
   }
 
   static void fill(std::uint8_t* ages, std::uint32_t ways, std::uint8_t value) {
@@ -35,6 +57,11 @@ struct Lanes<16> {
   static void add(std::uint8_t* ages, std::uint32_t ways, std::uint8_t delta) {
     const __m128i step = _mm_maskz_set1_epi8(static_cast<__mmask16>(ways), static_cast<char>(delta));
     store(ages, _mm_add_epi8(load(ages), step));
+  }
+
+  static std::int32_t* settle_block(std::int32_t first, const std::uint32_t* sets, const std::uint32_t* found,
+                                    std::int32_t* slots, std::int32_t* pending) {
+    return settle_lanes<16>(first, sets, found, slots, pending);
   }
 
  private:
@@ -48,8 +75,12 @@ struct Lanes<32> {
     return Lanes<16>::match(tags, id) | Lanes<16>::match(tags + 16, id) << 16;
   }
 
-  static std::uint32_t equal(const std::uint8_t* ages, std::uint8_t value) {
-    return _mm256_cmpeq_epi8_mask(load(ages), _mm256_set1_epi8(static_cast<char>(value)));
+  static std::uint32_t low_bit(const std::uint8_t* ages) {
+    return static_cast<std::uint32_t>(_mm256_movemask_epi8(_mm256_slli_epi16(load(ages), 7)));
+  }
+
+  static std::uint32_t high_bit(const std::uint8_t* ages) {
+    return static_cast<std::uint32_t>(_mm256_movemask_epi8(_mm256_slli_epi16(load(ages), 6)));
   }
 
   static void fill(std::uint8_t* ages, std::uint32_t ways, std::uint8_t value) {
@@ -58,6 +89,11 @@ struct Lanes<32> {
 
   static void add(std::uint8_t* ages, std::uint32_t ways, std::uint8_t delta) {
     store(ages, _mm256_add_epi8(load(ages), _mm256_maskz_set1_epi8(ways, static_cast<char>(delta))));
+  }
+
+  static std::int32_t* settle_block(std::int32_t first, const std::uint32_t* sets, const std::uint32_t* found,
+                                    std::int32_t* slots, std::int32_t* pending) {
+    return settle_lanes<32>(first, sets, found, slots, pending);
   }
 
  private:

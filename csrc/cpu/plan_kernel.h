@@ -1,17 +1,23 @@
 // The plan of one request, written once and compiled once per instruction set. The including file defines, in an
-// anonymous namespace before this header, `template <int W> struct Lanes` with the vector primitives.
+// anonymous namespace before this header, `template <int W> struct Lanes` with the vector primitives:
+//   match(tags, id)            mask of the ways whose tag is `id`
+//   low_bit, high_bit(ages)    mask of the ways whose age has that bit
+//   fill(ages, ways, value)    ages of `ways` become `value`
+//   add(ages, ways, delta)     ages of `ways` grow by `delta`
+//   settle_block(...)          settle_position for 16 positions, see lanes.h
 //
 // Everything here has internal linkage and uses no library templates: a linker that merged an inline function
 // compiled for AVX-512 into the common path would crash older processors.
 #pragma once
 
+#include "lanes.h"
 #include "plan_request.h"
 
 namespace kvoffload {
 namespace {
 
 constexpr std::int32_t kEmpty = -1;
-constexpr std::int32_t kNoSlot = -1;
+constexpr std::uint64_t kTouched = std::uint64_t{1} << 63;  // in `needed`: the set is in the `touched` list
 
 inline int lowest(std::uint32_t mask) { return __builtin_ctz(mask); }
 
@@ -21,6 +27,103 @@ inline int first_from(std::uint32_t mask, int from) {
   const std::uint64_t doubled = (std::uint64_t{mask} << W) | mask;
   return (from + __builtin_ctzll(doubled >> from)) & (W - 1);
 }
+
+// What marking appends to: ends of the two lists, and a count.
+struct Marked {
+  std::int32_t* touched;
+  std::int32_t* pending;
+  std::int32_t invalid;
+};
+
+// Looks up query positions and marks the hits: their slots, the bits in `needed`, the sets seen, the positions left
+// over. The plan's one loop over all ids, and so free of branches on the outcome, which no predictor guesses: a wrong
+// guess costs more than the whole look-up.
+template <int W>
+class Marker {
+ public:
+  Marker(const RequestJob& job, const Scratch& scratch, std::int32_t last_position)
+      : ids_(job.topk),
+        slots_(job.slots),
+        tags_(job.tags),
+        ages_(job.ages),
+        needed_(scratch.needed),
+        set_mask_(static_cast<std::uint32_t>(job.sets - 1)),
+        limit_(static_cast<std::uint32_t>(last_position)) {}
+
+  [[gnu::noinline]] Marked run(std::int32_t begin, std::int32_t end, Marked marked) const {
+    std::int32_t i = begin;
+    for (; i + kBlock <= end; i += kBlock) {
+      if (i + kAhead + kBlock <= end) prefetch(ids_ + i + kAhead);
+      if (all_valid(ids_ + i)) {
+        mark_block(i, marked);
+      } else {
+        for (std::int32_t j = i; j < i + kBlock; ++j) mark_one(j, marked);
+      }
+    }
+    for (; i < end; ++i) mark_one(i, marked);
+    return marked;
+  }
+
+ private:
+  static constexpr std::int32_t kBlock = 16;
+  static constexpr std::int32_t kAhead = 48;  // ids; the rows of a large batch are not in the cache
+
+  std::uint32_t set_of(std::int32_t id) const { return static_cast<std::uint32_t>(id) & set_mask_; }
+  const std::int32_t* tags_of(std::uint32_t set) const { return tags_ + std::uint64_t{set} * W; }
+
+  bool valid(std::int32_t id) const { return static_cast<std::uint32_t>(id) <= limit_; }  // negatives are huge
+
+  bool all_valid(const std::int32_t* ids) const {
+    bool all = true;
+    for (int j = 0; j < kBlock; ++j) all &= valid(ids[j]);
+    return all;
+  }
+
+  void prefetch(const std::int32_t* ids) const {
+    for (int j = 0; j < kBlock; ++j) {
+      const std::uint32_t set = set_of(ids[j]);
+      __builtin_prefetch(tags_of(set));
+      if constexpr (W == 32) __builtin_prefetch(tags_of(set) + 16);
+      __builtin_prefetch(ages_ + std::uint64_t{set} * W, 1);
+    }
+  }
+
+  std::uint32_t look_up(std::int32_t id, std::uint32_t set, Marked& marked) const {
+    const std::uint32_t found = Lanes<W>::match(tags_of(set), id);
+    const std::uint64_t before = needed_[set];
+    needed_[set] = before | found | kTouched;
+    *marked.touched = static_cast<std::int32_t>(set);
+    marked.touched += (before >> 63) ^ 1;
+    return found;
+  }
+
+  void mark_block(std::int32_t first, Marked& marked) const {
+    alignas(64) std::uint32_t sets[kBlock];
+    alignas(64) std::uint32_t found[kBlock];
+    for (int j = 0; j < kBlock; ++j) sets[j] = set_of(ids_[first + j]);
+    for (int j = 0; j < kBlock; ++j) found[j] = look_up(ids_[first + j], sets[j], marked);
+    marked.pending = Lanes<W>::settle_block(first, sets, found, slots_ + first, marked.pending);
+  }
+
+  void mark_one(std::int32_t at, Marked& marked) const {
+    slots_[at] = kNoSlot;
+    if (!valid(ids_[at])) {
+      ++marked.invalid;
+      return;
+    }
+    const std::uint32_t set = set_of(ids_[at]);
+    const std::uint32_t found = look_up(ids_[at], set, marked);
+    marked.pending = settle_position<W>(at, set, found, slots_ + at, marked.pending);
+  }
+
+  const std::int32_t* const ids_;
+  std::int32_t* const slots_;
+  const std::int32_t* const tags_;
+  const std::uint8_t* const ages_;
+  std::uint64_t* const needed_;
+  const std::uint32_t set_mask_;
+  const std::uint32_t limit_;
+};
 
 template <Policy kPolicy, int W>
 class RequestPlan {
@@ -46,7 +149,6 @@ class RequestPlan {
   using Vec = Lanes<W>;
   static constexpr std::uint32_t kAllWays = static_cast<std::uint32_t>((std::uint64_t{1} << W) - 1);
   static constexpr std::uint8_t kInsertAge = kPolicy == Policy::kRrip ? 2 : 0;
-  static constexpr std::uint8_t kOldest = 3;
 
   std::int32_t set_of(std::int32_t id) const { return id & set_mask_; }
   std::int32_t* tags_of(std::int32_t set) const { return job_.tags + std::int64_t{set} * W; }
@@ -75,40 +177,17 @@ class RequestPlan {
     job_.ages[slot] = 0;
   }
 
-  // I-3: all hits of the step are marked before any victim is chosen. Branch-free: whether an id hits is as good as
-  // random to the branch predictor, and a wrong guess costs more than the whole look-up.
+  // I-3: all hits of the step are marked before any victim is chosen.
   void mark_hits(std::int32_t token) {
-    const std::int32_t* ids = job_.topk + std::int64_t{token} * job_.width;
-    std::int32_t* slots = job_.slots + std::int64_t{token} * job_.width;
-    const std::int32_t first = token * job_.width;
-    const std::int32_t width = job_.width;
-    const std::int32_t set_mask = set_mask_;  // locals: the stores below could alias members
-    const std::int32_t* tags = job_.tags;
-    const Scratch scratch = scratch_;
-    const auto position = static_cast<std::uint32_t>(stable_ + token);
-    std::int32_t touched = touched_count_;
-    std::int32_t pending = pending_count_;
-    std::int32_t invalid = 0;
-    for (std::int32_t i = 0; i < width; ++i) {
-      const std::int32_t id = ids[i];
-      const std::int32_t set = id & set_mask;
-      const bool valid = static_cast<std::uint32_t>(id) <= position;  // negative ids compare as huge
-      const std::uint32_t found = valid ? Vec::match(tags + std::int64_t{set} * W, id) : 0;
-      const bool hit = found != 0;
-      const std::int32_t slot = set * W + __builtin_ctz(found | 0x80000000u);
-      slots[i] = hit ? slot : kNoSlot;
-      const std::uint32_t before = scratch.needed[set];
-      scratch.needed[set] = before | found;
-      scratch.touched[touched] = set;
-      touched += hit && before == 0;
-      scratch.pending[pending] = first + i;
-      pending += valid && !hit;
-      invalid += !valid;
-    }
-    hit_positions_ += job_.width - invalid - (pending - pending_count_);
-    touched_count_ = touched;
+    const std::int32_t begin = token * job_.width;
+    const Marker<W> marker(job_, scratch_, stable_ + token);
+    const Marked marked =
+        marker.run(begin, begin + job_.width, {scratch_.touched + touched_count_, scratch_.pending + pending_count_, 0});
+    const auto pending = static_cast<std::int32_t>(marked.pending - scratch_.pending);
+    hit_positions_ += job_.width - marked.invalid - (pending - pending_count_);
+    touched_count_ = static_cast<std::int32_t>(marked.touched - scratch_.touched);
     pending_count_ = pending;
-    stats_.invalid += invalid;
+    stats_.invalid += marked.invalid;
   }
 
   // The policy learns of the hits set by set rather than id by id: there are fewer sets, and duplicates fall out.
@@ -116,7 +195,7 @@ class RequestPlan {
     std::int32_t hits = 0;
     for (std::int32_t i = 0; i < touched_count_; ++i) {
       const std::int32_t set = scratch_.touched[i];
-      const std::uint32_t used = scratch_.needed[set];
+      const auto used = static_cast<std::uint32_t>(scratch_.needed[set]);
       hits += __builtin_popcount(used);
       if constexpr (kPolicy == Policy::kClock) Vec::fill(ages_of(set), used, 1);
       if constexpr (kPolicy == Policy::kRrip) Vec::fill(ages_of(set), used, 0);
@@ -160,13 +239,13 @@ class RequestPlan {
 
   // A way of `set` that this step does not need, now marked as needed; -1 when there is none.
   int take_way(std::int32_t set) {
-    const std::uint32_t used = scratch_.needed[set];
-    const std::uint32_t unneeded = ~used & kAllWays;
+    const std::uint64_t used = scratch_.needed[set];
+    const std::uint32_t unneeded = ~static_cast<std::uint32_t>(used) & kAllWays;
     if (unneeded == 0) return -1;
     const std::uint32_t empty = Vec::match(tags_of(set), kEmpty) & unneeded;
     const int way = empty != 0 ? lowest(empty) : victim(set, unneeded);
-    if (used == 0) scratch_.touched[touched_count_++] = set;
-    scratch_.needed[set] = used | (1u << way);
+    if ((used & kTouched) == 0) scratch_.touched[touched_count_++] = set;
+    scratch_.needed[set] = used | kTouched | (1u << way);
     return way;
   }
 
@@ -186,7 +265,7 @@ class RequestPlan {
 
   // Second chance: the hand passes ways whose bit is set, clearing it; after a full round it takes the first.
   static int clock_victim(std::uint8_t* ages, std::uint32_t unneeded, int hand) {
-    const std::uint32_t unreferenced = Vec::equal(ages, 0) & unneeded;
+    const std::uint32_t unreferenced = ~Vec::low_bit(ages) & unneeded;
     if (unreferenced == 0) {
       Vec::fill(ages, unneeded, 0);
       return first_from<W>(unneeded, hand);
@@ -201,15 +280,16 @@ class RequestPlan {
 
   // All unneeded ways age together until one reaches 3: the same as adding what the oldest of them lacks.
   static int rrip_victim(std::uint8_t* ages, std::uint32_t unneeded, int hand) {
-    const std::uint32_t three = Vec::equal(ages, 3) & unneeded;
-    const std::uint32_t two = Vec::equal(ages, 2) & unneeded;
-    const std::uint32_t one = Vec::equal(ages, 1) & unneeded;
-    std::uint32_t oldest = one != 0 ? one : unneeded;
-    int lacks = one != 0 ? 2 : 3;
-    oldest = two != 0 ? two : oldest;
-    lacks = two != 0 ? 1 : lacks;
-    oldest = three != 0 ? three : oldest;
-    lacks = three != 0 ? 0 : lacks;
+    const std::uint32_t high = Vec::high_bit(ages) & unneeded;
+    const std::uint32_t low = Vec::low_bit(ages) & unneeded;
+    const std::uint32_t three = high & low;
+    const std::uint32_t two = high & ~low;
+    const std::uint32_t one = low & ~high;
+    const std::uint32_t no_three = all_if_zero(three);
+    const std::uint32_t below_two = no_three & all_if_zero(two);
+    const std::uint32_t all_zero = below_two & all_if_zero(one);
+    const std::uint32_t oldest = three | (two & no_three) | (one & below_two) | (unneeded & all_zero);
+    const std::uint32_t lacks = (no_three & 1) + (below_two & 1) + (all_zero & 1);
     Vec::add(ages, unneeded, static_cast<std::uint8_t>(lacks));
     return first_from<W>(oldest, hand);
   }

@@ -1,6 +1,8 @@
 // Vector primitives of the plan in plain C++; the only path on processors other than x86-64.
 #include <cstdint>
 
+#include "lanes.h"
+
 namespace kvoffload {
 namespace {
 
@@ -12,9 +14,15 @@ struct Lanes {
     return mask;
   }
 
-  static std::uint32_t equal(const std::uint8_t* ages, std::uint8_t value) {
+  static std::uint32_t low_bit(const std::uint8_t* ages) {
     std::uint32_t mask = 0;
-    for (int way = 0; way < W; ++way) mask |= static_cast<std::uint32_t>(ages[way] == value) << way;
+    for (int way = 0; way < W; ++way) mask |= static_cast<std::uint32_t>(ages[way] & 1) << way;
+    return mask;
+  }
+
+  static std::uint32_t high_bit(const std::uint8_t* ages) {
+    std::uint32_t mask = 0;
+    for (int way = 0; way < W; ++way) mask |= static_cast<std::uint32_t>((ages[way] >> 1) & 1) << way;
     return mask;
   }
 
@@ -28,6 +36,11 @@ struct Lanes {
       std::uint8_t& age = ages[__builtin_ctz(ways)];
       age = static_cast<std::uint8_t>(age + delta);
     }
+  }
+
+  static std::int32_t* settle_block(std::int32_t first, const std::uint32_t* sets, const std::uint32_t* found,
+                                    std::int32_t* slots, std::int32_t* pending) {
+    return settle_positions<W>(first, sets, found, slots, pending);
   }
 };
 

@@ -10,10 +10,10 @@ void grow(std::vector<T>& buffer, std::int64_t size, T value) {
 
 }  // namespace
 
-void Workspace::reserve(std::int64_t sets, std::int64_t ids, std::int64_t tokens, std::int64_t rows) {
-  grow(needed_, sets, std::uint32_t{0});
-  grow(touched_, ids + tokens + 1, std::int32_t{0});
-  grow(pending_, ids + 1, std::int32_t{0});
+void Workspace::reserve(std::int64_t sets, std::int64_t ids, std::int64_t rows) {
+  grow(needed_, sets, std::uint64_t{0});
+  grow(touched_, sets + 1, std::int32_t{0});
+  grow(pending_, ids + 16, std::int32_t{0});
   grow(displaced_used_, ids, std::int32_t{0});
   grow(row_seen_, rows, std::uint8_t{0});
   while ((std::int64_t{1} << displaced_bits_) < 2 * ids) ++displaced_bits_;

@@ -1,0 +1,131 @@
+"""``plan``: cost of dsa_plan per step, K = 2048, 64 rows, one thread.
+
+- ``plan/pP/POLICY``: microseconds per row on scored streams; baseline: an exact LRU that scans each row's P slots.
+- ``plan/pP/default``: the same for the default policy.
+- ``plan/hits/pP/POLICY``: distinct ids hit, in per cent; baseline: the exact LRU's.
+- ``plan/flat_in_p/pP``: the default policy on streams whose misses do not depend on P; baseline: its cost at P = 4096.
+- ``plan/policy_cost/POLICY``: at P = 8192; baseline: fifo's cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from benchmarks.baselines import ExactLru
+from benchmarks.measure import interleave
+from benchmarks.registry import Row, higher_is_better, lower_is_better
+from benchmarks.streams import scored_stream, turnover_stream
+from vllm_kvoffload import ops
+
+TOPK = 2048
+ROWS = 64
+CONTEXT = 100_000
+POOLS = (4096, 8192, 16384)
+WARM_UP = 70  # steps until the largest pool is full
+ROUNDS = 30
+STREAMS = 16  # independent streams; rows beyond share them, each with its ids shifted
+
+Ids = npt.NDArray[np.int32]
+
+
+def spread(streams: list[Ids]) -> Ids:
+    """[steps, ROWS, TOPK] from fewer streams: shifted ids fall in other sets, and order differs."""
+    rows = []
+    for row in range(ROWS):
+        ids = streams[row % len(streams)]
+        rows.append((ids + row // len(streams) * 997) % CONTEXT if row >= len(streams) else ids)
+    return np.ascontiguousarray(np.stack(rows, axis=1))
+
+
+class PlanContender:
+    """dsa_plan on a residency of its own."""
+
+    def __init__(self, policy: ops.Policy, slots: int, steps: Ids) -> None:
+        self.steps = [torch.from_numpy(step) for step in steps]
+        self.residency = ops.Residency.allocate(ROWS, slots, policy=policy)
+        self.out = ops.PlanOut(ROWS, ROWS, TOPK, 1)
+        self.workspace = ops.Workspace()
+        self.starts = torch.arange(ROWS + 1, dtype=torch.int32)
+        self.rows = torch.arange(ROWS, dtype=torch.int32)
+        self.lengths = [torch.full((ROWS,), CONTEXT + i + 1, dtype=torch.int32) for i in range(len(steps))]
+        self.hit_ratio: list[float] = []
+
+    def __call__(self, index: int) -> None:
+        ops.dsa_plan(
+            self.steps[index],
+            self.starts,
+            self.lengths[index],
+            self.rows,
+            self.residency,
+            self.out,
+            self.workspace,
+        )
+
+    def count_hits(self) -> None:
+        hits, misses = self.out.stats[:2].tolist()
+        self.hit_ratio.append(hits / (hits + misses))
+
+
+class LruContender:
+    """The exact LRU baseline."""
+
+    def __init__(self, slots: int, steps: Ids) -> None:
+        self.steps = steps
+        self.lru = ExactLru(ROWS, slots, TOPK, CONTEXT + len(steps))
+        self.stable = [np.full(ROWS, CONTEXT + i, np.int32) for i in range(len(steps))]
+        self.hit_ratio: list[float] = []
+
+    def __call__(self, index: int) -> None:
+        self.lru.plan(self.steps[index], self.stable[index])
+
+    def count_hits(self) -> None:
+        self.hit_ratio.append(1 - float(self.lru.miss_counts.sum()) / (ROWS * TOPK))
+
+
+def microseconds_per_row(seconds: float) -> float:
+    return seconds * 1e6 / ROWS
+
+
+def against_lru(slots: int, steps: Ids) -> Iterator[Row]:
+    plans = {policy: PlanContender(policy, slots, steps) for policy in ops.POLICIES}
+    lru = LruContender(slots, steps)
+    cost = interleave({**plans, "lru": lru}, WARM_UP, ROUNDS)
+    baseline = microseconds_per_row(cost["lru"])
+    for policy in ops.POLICIES:
+        yield lower_is_better(f"plan/p{slots}/{policy}", microseconds_per_row(cost[policy]), "us/row", baseline)
+    default = microseconds_per_row(cost[ops.DEFAULT_POLICY])
+    yield lower_is_better(f"plan/p{slots}/default", default, "us/row", baseline)
+    for contender in (*plans.values(), lru):
+        contender.count_hits()
+    for policy, plan in plans.items():
+        name = f"plan/hits/p{slots}/{policy}"
+        yield higher_is_better(name, 100 * plan.hit_ratio[-1], "%", 100 * lru.hit_ratio[-1])
+    if slots == 8192:
+        for policy in ops.POLICIES:
+            value = microseconds_per_row(cost[policy])
+            yield lower_is_better(f"plan/policy_cost/{policy}", value, "us/row", microseconds_per_row(cost["fifo"]))
+
+
+def flat_in_p(steps: Ids) -> Iterator[Row]:
+    contenders: dict[str, Callable[[int], object]] = {
+        f"p{slots}": PlanContender(ops.DEFAULT_POLICY, slots, steps) for slots in POOLS
+    }
+    cost = interleave(contenders, WARM_UP, ROUNDS)
+    smallest = microseconds_per_row(cost[f"p{POOLS[0]}"])
+    for slots in POOLS[1:]:
+        value = microseconds_per_row(cost[f"p{slots}"])
+        yield lower_is_better(f"plan/flat_in_p/p{slots}", value, "us/row", smallest)
+
+
+def run() -> Iterator[Row]:
+    """All rows; about half a minute."""
+    total = WARM_UP + ROUNDS
+    scored = spread([scored_stream(np.random.default_rng(i), total, CONTEXT, TOPK) for i in range(STREAMS)])
+    for slots in POOLS:
+        yield from against_lru(slots, scored)
+    rngs = [np.random.default_rng(1000 + i) for i in range(STREAMS)]
+    yield from flat_in_p(spread([turnover_stream(rng, total, CONTEXT, TOPK) for rng in rngs]))
