@@ -28,10 +28,8 @@ lint: setup  ## ruff's checks and formatting, and mypy --strict
 	@$(BIN)/mypy
 	@$(BIN)/mypy scripts
 
-bench: setup  ## every benchmarks/bench_*.py
-	@set -e; for bench in benchmarks/bench_*.py; do \
-	  test -f "$$bench" || { echo "no benchmarks/bench_*.py here" >&2; exit 1; }; \
-	  echo "== $$bench"; $(BIN)/python "$$bench" $(ARGS); done
+bench: setup  ## the benchmarks (ARGS="--help" shows what can be chosen)
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean:  ## remove build products and caches ($(VENV) stays: rm -rf it to start from nothing)
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo

@@ -3,8 +3,8 @@
 Owns: the scheduler and worker halves of ``SfaRemoteD2HConnector`` (decode pulls KV from prefill), of
 ``AscendStoreConnector`` (layerwise prefill from and to a store), and their composition in ``multi``; the wire
 protocol, handshake, leases and deadlines between two engines.
-Never touches: device memory layout (``geometry``), hot or host pools (``sparse``), streams (``runtime``), or HTTP
-(``proxy``).
+Never touches: device memory layout (``geometry``), hot or host pools (``sparse``), streams (``runtime``), or
+HTTP (``proxy``).
 
 The folder stands at the top of the repository; ``vllm_kvoffload/connectors`` is a relative link to it.
 """

@@ -57,8 +57,12 @@ class PipResult:
 
     @property
     def lacks_distribution(self) -> bool:
-        """The index answered, and doesn't have what was asked for."""
-        return "No matching distribution found" in self.output and not _NETWORK.search(self.output)
+        """The index answered, and doesn't have the version that was asked for.
+
+        When that version is in the constraints too, pip calls it a conflict between the two.
+        """
+        said = "No matching distribution found" in self.output or "ResolutionImpossible" in self.output
+        return said and not _NETWORK.search(self.output)
 
 
 class SetupFailed(Exception):
@@ -77,7 +81,7 @@ def diagnose(output: str) -> str:
 def clean_environ() -> dict[str, str]:
     """The process environment without settings that would redirect pip."""
     environ = {name: value for name, value in os.environ.items() if name not in FOREIGN_SETTINGS}
-    environ.update(PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1", PYTHONUNBUFFERED="1")
+    environ.update(PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1")
     return environ
 
 
@@ -90,14 +94,14 @@ class Pip:
 
     def run(self, *arguments: str, title: str) -> PipResult:
         """Run one pip command to its end. Never raises for a failed command: see `PipResult.status`."""
-        command = [str(self.python), "-I", "-m", "pip", *arguments]
+        command = [str(self.python), "-Iu", "-m", "pip", *arguments]
         environ = clean_environ()
         # The environment's own cmake and ninja first, as an activated environment has them.
         environ["PATH"] = f"{self.python.parent}{os.pathsep}{environ.get('PATH', os.defpath)}"
         lines: list[str] = []
         self.log.parent.mkdir(parents=True, exist_ok=True)
         progress = _Progress(title)
-        with self.log.open("a") as log:
+        with self.log.open("a", buffering=1) as log:
             log.write(f"\n$ {' '.join(command)}\n")
             with subprocess.Popen(
                 command,

@@ -178,7 +178,7 @@ def install_torch(pip: Pip) -> None:
 def test_torch_comes_from_pips_own_configuration_when_that_has_it(tmp_path: Path) -> None:
     pip, calls = fake_pip(tmp_path, "exit 0")
     install_torch(pip)
-    assert calls.read_text() == "-I -m pip install -c limits.txt torch==2.13.0+cpu\n"
+    assert calls.read_text() == "-Iu -m pip install -c limits.txt torch==2.13.0+cpu\n"
 
 
 def test_torch_falls_back_to_pytorchs_cpu_index_and_nothing_else(tmp_path: Path) -> None:
@@ -190,6 +190,46 @@ def test_torch_falls_back_to_pytorchs_cpu_index_and_nothing_else(tmp_path: Path)
     first, second = calls.read_text().splitlines()
     assert second == f"{first} --extra-index-url {TORCH_CPU_INDEX}"
     assert "torch==2.13.0+cpu" in second, "a CUDA build can't match"
+
+
+def package_index(folder: Path, *versions: str) -> str:
+    """Address of a package index with these versions of torch, which hold metadata only."""
+    (folder / "torch").mkdir(parents=True)
+    for version in versions:
+        environment._write_metadata_wheel(folder / "torch", "torch", version)
+    links = "".join(f'<a href="{wheel.name}">{wheel.name}</a>' for wheel in (folder / "torch").iterdir())
+    (folder / "torch" / "index.html").write_text(f"<!DOCTYPE html><html><body>{links}</body></html>")
+    return folder.as_uri()
+
+
+@pytest.mark.parametrize(
+    ("plain", "fallback", "comes"),
+    [
+        (["2.13.0+cpu"], [], True),
+        (["2.13.0", "2.14.1"], ["2.13.0+cpu", "2.13.0+cu130"], True),
+        (["2.13.0", "2.14.1"], ["2.12.0+cpu"], False),
+        ([], ["2.13.0+cpu"], True),
+        ([], [], False),
+    ],
+)
+def test_only_the_cpu_build_is_ever_installed_by_the_real_pip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: list[str], fallback: list[str], comes: bool
+) -> None:
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", package_index(tmp_path / "plain", *plain))
+    monkeypatch.setattr(pip_runner, "TORCH_CPU_INDEX", package_index(tmp_path / "fallback", *fallback))
+    target = tmp_path / "target"
+    python = script(tmp_path / "python", f'PIP_TARGET="{target}" exec {sys.executable} "$@"')
+    pip = Pip(python, tmp_path / "log")
+    if comes:
+        pip_runner.install_torch(pip, setup_cpu.TORCH_REQUIREMENT, setup_cpu.CONSTRAINTS)
+        assert [entry.name for entry in target.iterdir()] == ["torch-2.13.0+cpu.dist-info"]
+    else:
+        with pytest.raises(SetupFailed, match="PIP_FIND_LINKS"):
+            pip_runner.install_torch(pip, setup_cpu.TORCH_REQUIREMENT, setup_cpu.CONSTRAINTS)
+        assert not target.exists()
 
 
 def test_torch_nowhere_says_how_to_bring_it(tmp_path: Path) -> None:
