@@ -1,11 +1,11 @@
-"""Hugging Face transformers as the correctness reference: log-probabilities and selections of a demo checkpoint.
+"""Hugging Face transformers as the reference: log-probabilities and selections of a demo checkpoint.
 
-    model = load_reference(directory)                        # or with changed config keys, for negative controls
-    run = run_reference(model, token_ids, record=True)       # float32, whole prompt, in chunks
+    model = load_reference(directory)  # or with changed config keys, for negative controls
+    run = run_reference(model, token_ids, record=True)  # float32, whole prompt, in chunks
     difference = compare_logprobs(run.logprobs, other)
 
-It runs on CPU in float32. Scoring needs `chunk * index_n_heads * length * 4` bytes, so long prompts want small chunks;
-chunked and unchunked runs agree up to rounding.
+It runs on CPU in float32. Scoring needs `chunk * index_n_heads * length * 4` bytes, so long prompts want
+small chunks; chunked and unchunked runs agree up to rounding.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class IndexerRecord:
     """What one indexer chose for every position.
 
     selected: bool [T, T], row t marks the positions that query t attends to (never later than t).
-    margin: float32 [T], score of the last chosen minus score of the first unchosen visible position, +inf where all
-    visible positions are chosen. A margin near rounding noise means that another correct implementation may choose
-    differently.
+    margin: float32 [T], score of the last chosen minus score of the first unchosen visible position, +inf
+    where all visible positions are chosen. A margin near rounding noise means that another correct
+    implementation may choose differently.
     """
 
     selected: torch.Tensor
@@ -36,14 +36,14 @@ class IndexerRecord:
 
 @dataclass
 class ReferenceRun:
-    """logprobs: float32 [T, V], row t is the distribution of token t + 1. indexers: by layer, when recorded."""
+    """logprobs: float32 [T, V], row t is the distribution of token t + 1. indexers: by layer, if recorded."""
 
     token_ids: list[int]
     logprobs: torch.Tensor
     indexers: dict[int, IndexerRecord] = field(default_factory=dict)
 
     def prompt_logprobs(self) -> torch.Tensor:
-        """float32 [T - 1]: log-probability of every prompt token after the first, as vLLM's prompt_logprobs."""
+        """float32 [T - 1]: log-probability of every prompt token after the first, like vLLM's."""
         following = torch.tensor(self.token_ids[1:]).unsqueeze(1)
         return self.logprobs[:-1].gather(1, following).squeeze(1)
 
@@ -66,7 +66,10 @@ class Difference:
 
 
 def load_reference(directory: str | Path, **overrides: Any) -> Any:
-    """The checkpoint as a transformers model in float32 on CPU; `overrides` replace config keys (negative controls)."""
+    """The checkpoint as a transformers model in float32 on CPU.
+
+    `overrides` replace config keys, for negative controls. Raises ValueError for a key the config lacks.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory)
@@ -74,7 +77,7 @@ def load_reference(directory: str | Path, **overrides: Any) -> Any:
         if not hasattr(config, key):
             raise ValueError(f"{key}: the config of {directory} has no such key")
         setattr(config, key, value)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         directory, config=config, dtype=torch.float32, attn_implementation="sdpa"
     )
     return model.eval()
@@ -112,7 +115,8 @@ def greedy(
 ) -> tuple[list[int], torch.Tensor]:
     """Greedy continuation: `steps` token ids and their log-probability rows, float32 [steps, V].
 
-    `before_step(cache, step)` may alter the transformers cache between prefill and decode (corruption controls).
+    `before_step(cache, step)` may alter the transformers cache between prefill and decode (corruption
+    controls).
     """
     from transformers import DynamicCache
 
@@ -155,9 +159,10 @@ def indexer_scores(
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     keys: torch.Tensor,
 ) -> torch.Tensor:
-    """float32 [S, L]: scores of S query tokens over L cached keys (after norm and rope), without the causal mask.
+    """float32 [S, L]: scores of S query tokens over L cached keys (after norm and rope), no causal mask.
 
-    Our own statement of the formula; `run_reference(record=True)` fails where transformers chooses differently.
+    Our own statement of the formula; `run_reference(record=True)` fails where transformers chooses
+    differently.
     """
     rope = indexer.qk_rope_head_dim
     cos, sin = (item[0, :, : rope // 2].unsqueeze(1) for item in position_embeddings)

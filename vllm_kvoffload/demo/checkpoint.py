@@ -1,8 +1,9 @@
 """Small random checkpoints of DSA models, built locally in seconds.
 
-`build_checkpoint(path, spec)` writes a directory that vLLM and Hugging Face transformers both load: config.json,
-model.safetensors and a tokenizer. Everything follows from the spec and its seed. The weights are random, but not
-shapeless (`weights.py`): attention matters, and consecutive steps choose overlapping, slowly moving sets of tokens.
+`build_checkpoint(path, spec)` writes a directory that vLLM and Hugging Face transformers both load:
+config.json, model.safetensors and a tokenizer. Everything follows from the spec and its seed. The weights
+are random, but not shapeless (`weights.py`): attention matters, and consecutive steps choose overlapping,
+slowly moving sets of tokens.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _ARCHITECTURES = {
 class CheckpointSpec:
     """Everything that decides a checkpoint's bytes. Sizes are in elements, lengths in tokens.
 
-    `layer_pattern` has one letter per layer: F runs an indexer, S reuses the choice of the last F before it. It is
-    written to config.json under the key that `sharing_key` names. `model_type` "deepseek_v3" is plain MLA: it has no
-    indexer and no `index_topk`, and its pattern counts layers only.
+    `layer_pattern` has one letter per layer: F runs an indexer, S reuses the choice of the last F before
+    it. It is written to config.json under the key that `sharing_key` names. `model_type` "deepseek_v3" is
+    plain MLA: it has no indexer and no `index_topk`, and its pattern counts layers only.
     """
 
     model_type: Literal["glm_moe_dsa", "deepseek_v32", "deepseek_v3"] = "glm_moe_dsa"
@@ -130,8 +131,9 @@ MODELS: Mapping[str, CheckpointSpec] = {
     "dsv32": CheckpointSpec(model_type="deepseek_v32", layer_pattern="FFFFFF"),
     "mla": CheckpointSpec(model_type="deepseek_v3", layer_pattern="FFFF"),
 }
-"""Named specs: the demo's GLM, one with true row sizes (512 + 64), a tiny one for tests, a DeepSeek-V3.2 (every layer
-has an indexer; serve it with tokenizer mode "hf") and an MLA model without sparse attention, for refusals."""
+"""Named specs: the demo's GLM, one with true row sizes (512 + 64), a tiny one for tests, a DeepSeek-V3.2
+(every layer has an indexer; serve it with tokenizer mode "hf") and an MLA model without sparse attention,
+for refusals."""
 
 
 def model_config(spec: CheckpointSpec) -> dict[str, Any]:
@@ -197,9 +199,9 @@ def model_config(spec: CheckpointSpec) -> dict[str, Any]:
 def build_checkpoint(path: str | os.PathLike[str], spec: CheckpointSpec) -> Path:
     """Build the checkpoint of `spec` at `path`, or reuse the one there when it has the same digest.
 
-    The directory appears complete or not at all: it is written beside `path` and renamed. An older checkpoint of
-    this builder is replaced. Raises FileExistsError when `path` is something else, ImportError without torch,
-    safetensors or tokenizers.
+    The directory appears complete or not at all: it is written beside `path` and renamed. An older
+    checkpoint of this builder is replaced. Raises FileExistsError when `path` is something else,
+    ImportError without torch, safetensors or tokenizers.
     """
     target = Path(path)
     digest = spec.digest()
@@ -210,12 +212,14 @@ def build_checkpoint(path: str | os.PathLike[str], spec: CheckpointSpec) -> Path
         new = work / "new"
         new.mkdir()
         _write(new, spec, digest)
-        if target.exists():
+        if _digest_at(target) == digest:  # built by somebody else meanwhile
+            return target
+        with contextlib.suppress(FileNotFoundError):
             os.replace(target, work / "old")
         try:
             os.replace(new, target)
         except OSError:
-            # somebody else has built it meanwhile: fine if it is the same one
+            # somebody else was faster: fine if it is the same one
             if _digest_at(target) != digest:
                 raise
     return target

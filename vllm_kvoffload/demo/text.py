@@ -1,7 +1,7 @@
 """The demo's text and the tokenizer trained on it.
 
-The text ships inside the package, so a tokenizer can be trained in a second without any download and is the same on
-every machine: byte-level BPE, every byte covered, ids 0..RESERVED-1 are control tokens.
+The text ships inside the package, so a tokenizer can be trained in a second without any download and is the
+same on every machine: byte-level BPE, every byte covered, ids 0..RESERVED-1 are control tokens.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def control_tokens() -> list[str]:
 
 
 def write_tokenizer(directory: Path, vocab_size: int, model_max_length: int) -> None:
-    """Train the tokenizer and write tokenizer.json, tokenizer_config.json and chat_template.jinja.
+    """Train the tokenizer and write tokenizer.json and tokenizer_config.json (with the chat template).
 
-    `vocab_size` counts the control tokens and all 256 bytes; every id below it can be decoded. Raises ValueError when
-    the text is too small to fill the vocabulary.
+    `vocab_size` counts the control tokens and all 256 bytes; every id below it can be decoded. Raises
+    ValueError when the text is too small to fill the vocabulary.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -88,8 +88,8 @@ def write_tokenizer(directory: Path, vocab_size: int, model_max_length: int) -> 
     tokenizer.train_from_iterator(load_text().splitlines(keepends=True), trainer=trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
-            f"vocab_size: the packaged text yields {tokenizer.get_vocab_size()} tokens, {vocab_size} were asked for; "
-            "ask for fewer"
+            f"vocab_size: the packaged text yields {tokenizer.get_vocab_size()} tokens, "
+            f"{vocab_size} were asked for; ask for fewer"
         )
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {

@@ -1,13 +1,14 @@
 """Random weights with structure, for the demo checkpoints.
 
-Plain Gaussian weights would make a poor stand-in for a DSA model: attention over many rows averages to nothing, and
-the indexer would choose a fresh random set in every step. So
-- all embeddings share a *mean direction* m. What reaches a layer is a known multiple of m plus something random, which
-  gives weight matrices a way to hold constants without biases;
-- the indexer's queries are mostly constant (made from m): the content of a token decides how interesting it is, and
-  the rotary part adds preferences for distances, so the choice drifts with the position. A smaller share depends on
-  the query token. Consecutive choices overlap like those of trained models;
-- attention latents and logits are blind to m, so that outputs depend on the context and not on a constant.
+Plain Gaussian weights would make a poor stand-in for a DSA model: attention over many rows averages to
+nothing, and the indexer would choose a fresh random set in every step. So
+- all embeddings share a *mean direction* m. What reaches a layer is a known multiple of m plus something
+  random, which gives weight matrices a way to hold constants without biases;
+- the indexer's queries are mostly constant (made from m): the content of a token decides how interesting it
+  is, and the rotary part adds preferences for distances, so the choice drifts with the position. A smaller
+  share depends on the query token. Consecutive choices overlap like those of trained models;
+- attention latents, MLPs and logits are blind to m, so that outputs depend on the context and not on a
+  constant; latents are also blind to what the indexer looks at.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from vllm_kvoffload.demo.checkpoint import CheckpointSpec
 
-VERSION = 1
+VERSION = 2
 """Part of every checkpoint's digest; raise it whenever a weight changes."""
 
 Array = npt.NDArray[np.float32]
@@ -35,18 +36,18 @@ Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Scales:
-    """Root mean squares that shape the model; tuned on the packaged text, see docs in the demo package."""
+    """Root mean squares that shape the model; tuned on the packaged text."""
 
     mean_share: float = 0.6  # of an embedding's unit rms, along m
-    attention_logits: float = 2.5  # standard deviation of q.k over the attended rows
-    attention_output: float = 1.5
+    attention_logits: float = 3.0  # standard deviation of q.k over the attended rows
+    attention_output: float = 1.3
     mlp_output: float = 0.7
     expert_output: float = 0.3
     router: float = 1.5
     logits: float = 2.5
     control_logit: float = -12.0  # control tokens must not be generated
     index_constant: float = 1.0
-    index_content: float = 0.12
+    index_content: float = 0.25
     index_distance: float = 0.6
     norm_jitter: float = 0.1
 
@@ -59,7 +60,7 @@ class _Builder:
         self.mean = np.where(self.normal("mean", spec.hidden_size) > 0, 1.0, -1.0).astype(np.float32)
 
     def normal(self, name: str, *shape: int) -> Array:
-        """Standard normal; depends on seed and name only, so specs that differ elsewhere share their weights."""
+        """Standard normal, by seed and name only: specs that differ elsewhere share their weights."""
         seed = hashlib.sha256(f"{self.spec.seed}:{name}".encode()).digest()
         generator = np.random.Generator(np.random.PCG64(int.from_bytes(seed[:16], "little")))
         return generator.standard_normal(shape, dtype=np.float32)
@@ -78,11 +79,11 @@ class _Builder:
         self.tensors[name] = weight
         return weight
 
-    def blind(self, name: str, direction: Array) -> None:
-        """Remove from the rows of a weight what they see of `direction`."""
-        unit = direction / np.linalg.norm(direction)
+    def blind(self, name: str, *directions: Array) -> None:
+        """Remove from the rows of a weight what they see of `directions`, each [in] or [n, in]."""
+        basis, _ = np.linalg.qr(np.vstack(directions).astype(np.float64).T)
         weight = self.tensors[name]
-        self.tensors[name] = weight - np.outer(weight @ unit, unit)
+        self.tensors[name] = (weight - (weight @ basis) @ basis.T).astype(np.float32)
 
 
 def random_weights(spec: CheckpointSpec, scales: Scales | None = None) -> dict[str, torch.Tensor]:
@@ -127,20 +128,26 @@ def _layer(builder: _Builder, layer: int) -> None:
     prefix = f"model.layers.{layer}."
     norm = builder.norm(prefix + "input_layernorm.weight", spec.hidden_size)
     _attention(builder, prefix + "self_attn.", norm * builder.mean)
-    if spec.has_indexer and spec.layer_pattern[layer] == "F":
-        _indexer(builder, prefix + "self_attn.", norm * builder.mean, _mean_share(builder, layer))
-    builder.norm(prefix + "post_attention_layernorm.weight", spec.hidden_size)
+    if spec.has_indexer:
+        owner = spec.layer_pattern.rindex("F", 0, layer + 1)
+        if owner == layer:
+            _indexer(builder, prefix + "self_attn.", norm * builder.mean, _mean_share(builder, layer))
+        # else the chosen rows would resemble each other, and attention would give nearly the same every time
+        chosen_by = builder.tensors[f"model.layers.{owner}.self_attn.indexer.wk.weight"]
+        builder.blind(prefix + "self_attn.kv_a_proj_with_mqa.weight", norm * builder.mean, chosen_by)
+    seen_mean = builder.norm(prefix + "post_attention_layernorm.weight", spec.hidden_size) * builder.mean
     if layer < spec.num_dense_layers:
-        _mlp(builder, prefix + "mlp.", spec.intermediate_size, scales.mlp_output)
+        _mlp(builder, prefix + "mlp.", spec.intermediate_size, scales.mlp_output, seen_mean)
         return
     router = builder.linear(
         prefix + "mlp.gate.weight", spec.n_routed_experts, spec.hidden_size, scales.router
     )
     bias = 0.1 * builder.normal(prefix + "mlp.gate.e_score_correction_bias", router.shape[0])
     builder.tensors[prefix + "mlp.gate.e_score_correction_bias"] = bias
-    _mlp(builder, prefix + "mlp.shared_experts.", spec.moe_intermediate_size, scales.mlp_output)
+    _mlp(builder, prefix + "mlp.shared_experts.", spec.moe_intermediate_size, scales.mlp_output, seen_mean)
     for expert in range(spec.n_routed_experts):
-        _mlp(builder, f"{prefix}mlp.experts.{expert}.", spec.moe_intermediate_size, scales.expert_output)
+        name = f"{prefix}mlp.experts.{expert}."
+        _mlp(builder, name, spec.moe_intermediate_size, scales.expert_output, seen_mean)
 
 
 def _attention(builder: _Builder, prefix: str, seen_mean: Array) -> None:
@@ -161,10 +168,11 @@ def _attention(builder: _Builder, prefix: str, seen_mean: Array) -> None:
     )
 
 
-def _mlp(builder: _Builder, prefix: str, size: int, gain: float) -> None:
+def _mlp(builder: _Builder, prefix: str, size: int, gain: float, seen_mean: Array) -> None:
     hidden = builder.spec.hidden_size
-    builder.linear(prefix + "gate_proj.weight", size, hidden)
-    builder.linear(prefix + "up_proj.weight", size, hidden)
+    for part in ("gate_proj.weight", "up_proj.weight"):
+        builder.linear(prefix + part, size, hidden)
+        builder.blind(prefix + part, seen_mean)
     # silu(gate) * up of unit-rms inputs has an rms of about 0.6
     builder.linear(prefix + "down_proj.weight", hidden, size, gain / 0.6)
 
@@ -217,8 +225,9 @@ def _rope_pairs(spec: CheckpointSpec) -> tuple[npt.NDArray[np.intp], npt.NDArray
 def _distance_profile(builder: _Builder, name: str) -> tuple[Array, Array]:
     """Amplitude [pairs] and phase [heads, pairs] of the constant rotary part.
 
-    Only wavelengths above 64 tokens take part (shorter ones would make the choice flicker). Every other head has
-    phase zero, that is a preference for recent tokens; the others prefer some distance of their own.
+    Only wavelengths above 64 tokens take part (shorter ones would make the choice flicker). Every other
+    head has phase zero, that is a preference for recent tokens; the others prefer some distance of their
+    own.
     """
     spec, scales = builder.spec, builder.scales
     pairs = spec.qk_rope_head_dim // 2
