@@ -10,12 +10,17 @@ from benchmarks.registry import BENCHMARKS, Row, load
 
 
 def print_row(row: Row) -> None:
-    print(f"{row.name:<36} {row.value:>11.4g} {row.unit:<8} {row.baseline:>11.4g} {row.ratio:>7.2f}x", flush=True)
+    print(
+        f"{row.name:<36} {row.value:>11.4g} {row.unit:<8} {row.baseline:>11.4g} {row.ratio:>7.2f}x",
+        flush=True,
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all when none given")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all when none given"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON list of rows instead of a table")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.names if name not in BENCHMARKS]

@@ -43,7 +43,9 @@ class ExactLru:
         self.miss_ids = np.empty((rows, topk), np.int32)
         self.miss_slots = np.empty((rows, topk), np.int32)
         self.miss_counts = np.empty(rows, np.int32)
-        self._outputs = [_pointer(a) for a in (self.current, self.miss_ids, self.miss_slots, self.miss_counts)]
+        self._outputs = [
+            _pointer(a) for a in (self.current, self.miss_ids, self.miss_slots, self.miss_counts)
+        ]
 
     def __del__(self) -> None:
         library().exact_lru_destroy(self._handle)

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from statistics import median
 
 
-def interleave(contenders: Mapping[str, Callable[[int], object]], warm_up: int, rounds: int) -> dict[str, float]:
+def interleave(
+    contenders: Mapping[str, Callable[[int], object]], warm_up: int, rounds: int
+) -> dict[str, float]:
     """Median CPU seconds of one call of each contender, which must run on the calling thread alone.
 
     CPU time, because a neighbour that takes the core for a while must not count.

@@ -96,7 +96,9 @@ def against_lru(slots: int, steps: Ids) -> Iterator[Row]:
     cost = interleave({**plans, "lru": lru}, WARM_UP, ROUNDS)
     baseline = microseconds_per_row(cost["lru"])
     for policy in ops.POLICIES:
-        yield lower_is_better(f"plan/p{slots}/{policy}", microseconds_per_row(cost[policy]), "us/row", baseline)
+        yield lower_is_better(
+            f"plan/p{slots}/{policy}", microseconds_per_row(cost[policy]), "us/row", baseline
+        )
     default = microseconds_per_row(cost[ops.DEFAULT_POLICY])
     yield lower_is_better(f"plan/p{slots}/default", default, "us/row", baseline)
     for contender in (*plans.values(), lru):
@@ -107,7 +109,9 @@ def against_lru(slots: int, steps: Ids) -> Iterator[Row]:
     if slots == 8192:
         for policy in ops.POLICIES:
             value = microseconds_per_row(cost[policy])
-            yield lower_is_better(f"plan/policy_cost/{policy}", value, "us/row", microseconds_per_row(cost["fifo"]))
+            yield lower_is_better(
+                f"plan/policy_cost/{policy}", value, "us/row", microseconds_per_row(cost["fifo"])
+            )
 
 
 def flat_in_p(steps: Ids) -> Iterator[Row]:

@@ -71,4 +71,6 @@ def run() -> Iterator[Row]:
         case = ServeCase(row_bytes)
         cost = interleave({"serve": case.serve, "memcpy": case.memcpy}, STEPS, ROUNDS)
         gigabytes = REQUESTS * MISSES * row_bytes / 1e9
-        yield higher_is_better(f"serve/{row_bytes}B", gigabytes / cost["serve"], "GB/s", gigabytes / cost["memcpy"])
+        yield higher_is_better(
+            f"serve/{row_bytes}B", gigabytes / cost["serve"], "GB/s", gigabytes / cost["memcpy"]
+        )

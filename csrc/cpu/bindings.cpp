@@ -17,11 +17,12 @@ namespace {
 // Holds the tensors, so that their memory outlives the views; importing them once keeps a step's call cheap.
 class ResidencyHandle {
  public:
-  ResidencyHandle(Tensor tags, Tensor ages, Tensor hands, Tensor high, const std::string& policy)
-      : tensors_{tags, ages, hands, high} {
-    const std::int64_t rows = extent(tags, 0);
-    const std::int64_t sets = extent(tags, 1);
-    const std::int64_t ways = extent(tags, 2);
+  ResidencyHandle(const Tensor& tags, const Tensor& ages, const Tensor& hands, const Tensor& high,
+                  const std::string& policy)
+      : tensors_{tags.object(), ages.object(), hands.object(), high.object()} {
+    const std::int64_t rows = tags.extent(0);
+    const std::int64_t sets = tags.extent(1);
+    const std::int64_t ways = tags.extent(2);
     view.tags = data_of<std::int32_t, 3>(tags, "tags", {kAny, kAny, kAny});
     view.ages = data_of<std::uint8_t, 3>(ages, "ages", {rows, sets, ways});
     view.hands = data_of<std::uint8_t, 2>(hands, "hands", {rows, sets});
@@ -44,17 +45,19 @@ class ResidencyHandle {
     return Policy::kRrip;
   }
 
-  std::array<Tensor, 4> tensors_;
+  std::array<nb::object, 4> tensors_;
 };
 
 class PlanOutHandle {
  public:
-  PlanOutHandle(Tensor slots, Tensor new_slots, Tensor miss_ids, Tensor miss_slots, Tensor miss_counts, Tensor stats)
-      : tensors_{slots, new_slots, miss_ids, miss_slots, miss_counts, stats} {
-    view.max_tokens = extent(slots, 0);
-    view.width = extent(slots, 1);
-    view.max_requests = extent(miss_ids, 0);
-    view.miss_capacity = extent(miss_ids, 1);
+  PlanOutHandle(const Tensor& slots, const Tensor& new_slots, const Tensor& miss_ids, const Tensor& miss_slots,
+                const Tensor& miss_counts, const Tensor& stats)
+      : tensors_{slots.object(),      new_slots.object(),   miss_ids.object(),
+                 miss_slots.object(), miss_counts.object(), stats.object()} {
+    view.max_tokens = slots.extent(0);
+    view.width = slots.extent(1);
+    view.max_requests = miss_ids.extent(0);
+    view.miss_capacity = miss_ids.extent(1);
     view.slots = data_of<std::int32_t, 2>(slots, "slots", {kAny, kAny});
     view.new_slots = data_of<std::int32_t, 1>(new_slots, "new_slots", {view.max_tokens});
     view.miss_ids = data_of<std::int32_t, 2>(miss_ids, "miss_ids", {kAny, kAny});
@@ -66,31 +69,31 @@ class PlanOutHandle {
   PlanOutput view{};
 
  private:
-  std::array<Tensor, 6> tensors_;
+  std::array<nb::object, 6> tensors_;
 };
 
 void py_plan(const Tensor& topk, const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& rows,
              const ResidencyHandle& residency, const PlanOutHandle& out, Workspace& workspace) {
   PlanInput in{};
-  in.requests = extent(seq_lens, 0);
+  in.requests = seq_lens.extent(0);
   in.topk = data_of<std::int32_t, 2>(topk, "topk", {kAny, kAny});
   in.seq_lens = data_of<std::int32_t, 1>(seq_lens, "seq_lens", {kAny});
   in.query_start_loc = data_of<std::int32_t, 1>(query_start_loc, "query_start_loc", {in.requests + 1});
   in.rows = data_of<std::int32_t, 1>(rows, "rows", {in.requests});
-  in.tokens = extent(topk, 0);
-  in.width = extent(topk, 1);
+  in.tokens = topk.extent(0);
+  in.width = topk.extent(1);
   nb::gil_scoped_release release;
   dsa_plan(in, residency.view, out.view, workspace);
 }
 
 HostPoolView host_view(const Tensor& host) {
   auto* data = data_of<std::uint8_t, 3>(host, "host", {kAny, kAny, kAny});
-  return {data, extent(host, 0), extent(host, 1), extent(host, 2)};
+  return {data, host.extent(0), host.extent(1), host.extent(2)};
 }
 
 HotPoolView hot_view(const Tensor& hot) {
   auto* data = data_of<std::uint8_t, 3>(hot, "hot", {kAny, kAny, kAny});
-  return {data, extent(hot, 0), extent(hot, 1), extent(hot, 2)};
+  return {data, hot.extent(0), hot.extent(1), hot.extent(2)};
 }
 
 std::int64_t py_serve(const Tensor& host, const Tensor& hot, const Tensor& block_table, const Tensor& rows,
@@ -98,10 +101,10 @@ std::int64_t py_serve(const Tensor& host, const Tensor& hot, const Tensor& block
   const HostPoolView host_pool = host_view(host);
   const HotPoolView hot_pool = hot_view(hot);
   MissView misses{};
-  misses.requests = extent(rows, 0);
-  misses.table_width = extent(block_table, 1);
-  misses.capacity = extent(miss_ids, 1);
-  const std::int64_t buffered = extent(miss_ids, 0);
+  misses.requests = rows.extent(0);
+  misses.table_width = block_table.extent(1);
+  misses.capacity = miss_ids.extent(1);
+  const std::int64_t buffered = miss_ids.extent(0);
   misses.rows = data_of<std::int32_t, 1>(rows, "rows", {kAny});
   misses.block_table = data_of<std::int32_t, 2>(block_table, "block_table", {kAny, kAny});
   misses.ids = data_of<std::int32_t, 2>(miss_ids, "miss_ids", {kAny, kAny});
@@ -109,7 +112,7 @@ std::int64_t py_serve(const Tensor& host, const Tensor& hot, const Tensor& block
   misses.counts = data_of<std::int32_t, 1>(miss_counts, "miss_counts", {buffered});
   // Longer than the step is fine: the plan's buffers and the block table are allocated once for the largest step.
   require(buffered >= misses.requests, "miss_ids: ", buffered, " requests, but rows has ", misses.requests);
-  require(extent(block_table, 0) >= misses.requests, "block_table: ", extent(block_table, 0),
+  require(block_table.extent(0) >= misses.requests, "block_table: ", block_table.extent(0),
           " requests, but rows has ", misses.requests);
   nb::gil_scoped_release release;
   return dsa_serve(host_pool, hot_pool, misses);
@@ -117,7 +120,7 @@ std::int64_t py_serve(const Tensor& host, const Tensor& hot, const Tensor& block
 
 void py_write_rows(const Tensor& hot, const Tensor& rows, const Tensor& new_rows, const Tensor& slots) {
   const HotPoolView hot_pool = hot_view(hot);
-  const std::int64_t tokens = extent(slots, 0);
+  const std::int64_t tokens = slots.extent(0);
   const auto* to_slots = data_of<std::int32_t, 1>(slots, "slots", {kAny});
   const auto* to_rows = data_of<std::int32_t, 1>(rows, "rows", {tokens});
   const auto* from = data_of<std::uint8_t, 2>(new_rows, "new_rows", {tokens, hot_pool.row_bytes});
@@ -127,7 +130,7 @@ void py_write_rows(const Tensor& hot, const Tensor& rows, const Tensor& new_rows
 
 void py_host_write(const Tensor& host, const Tensor& new_rows, const Tensor& slot_mapping) {
   const HostPoolView pool = host_view(host);
-  const std::int64_t tokens = extent(slot_mapping, 0);
+  const std::int64_t tokens = slot_mapping.extent(0);
   const auto* mapping = data_of<std::int64_t, 1>(slot_mapping, "slot_mapping", {kAny});
   const auto* from = data_of<std::uint8_t, 2>(new_rows, "new_rows", {tokens, pool.row_bytes});
   nb::gil_scoped_release release;
@@ -139,9 +142,9 @@ void py_host_read(const Tensor& host, const Tensor& block_table, std::int64_t st
   const HostPoolView pool = host_view(host);
   const auto* table = data_of<std::int32_t, 1>(block_table, "block_table", {kAny});
   auto* to = data_of<std::uint8_t, 2>(dst, "dst", {kAny, pool.row_bytes});
-  require(count <= extent(dst, 0), "dst: ", extent(dst, 0), " rows are too few for ", count, " tokens");
+  require(count <= dst.extent(0), "dst: ", dst.extent(0), " rows are too few for ", count, " tokens");
   nb::gil_scoped_release release;
-  host_read(pool, table, extent(block_table, 0), start, count, to);
+  host_read(pool, table, block_table.extent(0), start, count, to);
 }
 
 std::vector<std::string> py_available_isas() {
@@ -157,10 +160,10 @@ NB_MODULE(_C, m) {
   using namespace kvoffload;
   nb::class_<Workspace>(m, "Workspace").def(nb::init<>());
   nb::class_<ResidencyHandle>(m, "Residency")
-      .def(nb::init<Tensor, Tensor, Tensor, Tensor, const std::string&>(), nb::arg("tags"), nb::arg("ages"),
+      .def(nb::init<const Tensor&, const Tensor&, const Tensor&, const Tensor&, const std::string&>(), nb::arg("tags"), nb::arg("ages"),
            nb::arg("hands"), nb::arg("high"), nb::arg("policy"));
   nb::class_<PlanOutHandle>(m, "PlanOut")
-      .def(nb::init<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(), nb::arg("slots"), nb::arg("new_slots"),
+      .def(nb::init<const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&>(), nb::arg("slots"), nb::arg("new_slots"),
            nb::arg("miss_ids"), nb::arg("miss_slots"), nb::arg("miss_counts"), nb::arg("stats"));
   m.def("dsa_plan", py_plan, nb::arg("topk"), nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("rows"),
         nb::arg("residency"), nb::arg("out"), nb::arg("workspace"));

@@ -101,6 +101,9 @@ class Marker {
     alignas(64) std::uint32_t sets[kBlock];
     alignas(64) std::uint32_t found[kBlock];
     for (int j = 0; j < kBlock; ++j) sets[j] = set_of(ids_[first + j]);
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC unroll 16  // worth a tenth of the plan; Clang does it by itself
+#endif
     for (int j = 0; j < kBlock; ++j) found[j] = look_up(ids_[first + j], sets[j], marked);
     marked.pending = Lanes<W>::settle_block(first, sets, found, slots_ + first, marked.pending);
   }
