@@ -108,32 +108,37 @@ class CheckpointSpec:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+_GLM = CheckpointSpec()
+_TINY = CheckpointSpec(
+    layer_pattern="FFSS",
+    hidden_size=128,
+    q_lora_rank=64,
+    kv_lora_rank=64,
+    index_topk=64,
+    intermediate_size=256,
+    moe_intermediate_size=64,
+    n_routed_experts=4,
+)
+_WIDE = CheckpointSpec(
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=64,
+    v_head_dim=64,
+    index_head_dim=128,
+    index_topk=512,
+)
+
 MODELS: Mapping[str, CheckpointSpec] = {
-    "glm": CheckpointSpec(),
-    "glm-576": CheckpointSpec(
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=64,
-        v_head_dim=64,
-        index_head_dim=128,
-        index_topk=512,
-    ),
-    "glm-tiny": CheckpointSpec(
-        layer_pattern="FFSS",
-        hidden_size=128,
-        q_lora_rank=64,
-        kv_lora_rank=64,
-        index_topk=64,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        n_routed_experts=4,
-    ),
-    "dsv32": CheckpointSpec(model_type="deepseek_v32", layer_pattern="FFFFFF"),
-    "mla": CheckpointSpec(model_type="deepseek_v3", layer_pattern="FFFF"),
+    "glm": _GLM,
+    "glm-576": _WIDE,
+    "glm-tiny": _TINY,
+    "dsv32": dataclasses.replace(_GLM, model_type="deepseek_v32", layer_pattern="FFFFFF"),
+    "dsv32-tiny": dataclasses.replace(_TINY, model_type="deepseek_v32", layer_pattern="FFF"),
+    "mla": dataclasses.replace(_WIDE, model_type="deepseek_v3", layer_pattern="FFFF"),
 }
-"""Named specs: the demo's GLM, one with true row sizes (512 + 64), a tiny one for tests, a DeepSeek-V3.2
+"""Named specs: the demo's GLM, one with true row sizes (512 + 64), a tiny one for tests, DeepSeek-V3.2
 (every layer has an indexer; serve it with tokenizer mode "hf") and an MLA model without sparse attention,
-for refusals."""
+for refusals; its row sizes are the only ones that vLLM's own CPU attention takes."""
 
 
 def model_config(spec: CheckpointSpec) -> dict[str, Any]:
