@@ -33,7 +33,7 @@ def _pointer(array: npt.NDArray[np.generic]) -> ctypes.c_void_p:
 
 
 class ExactLru:
-    """Exact LRU over each row's whole pool, the way a plan without sets does it: one scan of P slots per query."""
+    """Exact LRU over each row's whole pool, as a plan without sets does it: one scan of P slots per query."""
 
     def __init__(self, rows: int, slots: int, topk: int, context: int) -> None:
         self._create_arguments = [ctypes.c_int64(value) for value in (rows, slots, topk, context)]

@@ -14,8 +14,8 @@ def interleave(
 
     CPU time, because a neighbour that takes the core for a while must not count.
 
-    Every round calls each contender once with the round's number, in an order that rotates. The first ``warm_up``
-    rounds are not counted.
+    Every round calls each contender once with the round's number, in an order that rotates. The first
+    ``warm_up`` rounds are not counted.
     """
     names = list(contenders)
     seconds: dict[str, list[float]] = {name: [] for name in names}

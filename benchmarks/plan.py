@@ -1,10 +1,12 @@
 """``plan``: cost of dsa_plan per step, K = 2048, 64 rows, one thread.
 
-- ``plan/pP/POLICY``: microseconds per row on scored streams; baseline: an exact LRU that scans each row's P slots.
+- ``plan/pP/POLICY``: microseconds per row on scored streams; baseline: an exact LRU that scans the P slots.
 - ``plan/pP/default``: the same for the default policy.
 - ``plan/hits/pP/POLICY``: distinct ids hit, in per cent; baseline: the exact LRU's.
-- ``plan/flat_in_p/pP``: the default policy on streams whose misses do not depend on P; baseline: its cost at P = 4096.
 - ``plan/policy_cost/POLICY``: at P = 8192; baseline: fifo's cost.
+- ``plan/flat_in_p/pP/rowsR``: the default policy on streams whose misses do not depend on P; baseline: its cost
+  at P = 4096. The work is the same for every P, but a larger pool spreads it over more cache lines: 64 rows show
+  it with that, from memory, and 8 rows, which stay in a core's cache, without.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ STREAMS = 16  # independent streams; rows beyond share them, each with its ids s
 Ids = npt.NDArray[np.int32]
 
 
-def spread(streams: list[Ids]) -> Ids:
-    """[steps, ROWS, TOPK] from fewer streams: shifted ids fall in other sets, and order differs."""
+def spread(streams: list[Ids], num_rows: int = ROWS) -> Ids:
+    """[steps, num_rows, TOPK] from fewer streams: shifted ids fall in other sets."""
     rows = []
-    for row in range(ROWS):
+    for row in range(num_rows):
         ids = streams[row % len(streams)]
         rows.append((ids + row // len(streams) * 997) % CONTEXT if row >= len(streams) else ids)
     return np.ascontiguousarray(np.stack(rows, axis=1))
@@ -45,14 +47,16 @@ class PlanContender:
     """dsa_plan on a residency of its own."""
 
     def __init__(self, policy: ops.Policy, slots: int, steps: Ids) -> None:
+        num_rows = steps.shape[1]
         self.steps = [torch.from_numpy(step) for step in steps]
-        self.residency = ops.Residency.allocate(ROWS, slots, policy=policy)
-        self.out = ops.PlanOut(ROWS, ROWS, TOPK, 1)
+        self.residency = ops.Residency.allocate(num_rows, slots, policy=policy)
+        self.out = ops.PlanOut(num_rows, num_rows, TOPK, 1)
         self.workspace = ops.Workspace()
-        self.starts = torch.arange(ROWS + 1, dtype=torch.int32)
-        self.rows = torch.arange(ROWS, dtype=torch.int32)
-        self.lengths = [torch.full((ROWS,), CONTEXT + i + 1, dtype=torch.int32) for i in range(len(steps))]
-        self.hit_ratio: list[float] = []
+        self.starts = torch.arange(num_rows + 1, dtype=torch.int32)
+        self.rows = torch.arange(num_rows, dtype=torch.int32)
+        self.lengths = [
+            torch.full((num_rows,), CONTEXT + i + 1, dtype=torch.int32) for i in range(len(steps))
+        ]
 
     def __call__(self, index: int) -> None:
         ops.dsa_plan(
@@ -65,9 +69,10 @@ class PlanContender:
             self.workspace,
         )
 
-    def count_hits(self) -> None:
+    def hit_percent(self) -> float:
+        """Of the last step."""
         hits, misses = self.out.stats[:2].tolist()
-        self.hit_ratio.append(hits / (hits + misses))
+        return float(100 * hits / (hits + misses))
 
 
 class LruContender:
@@ -77,23 +82,24 @@ class LruContender:
         self.steps = steps
         self.lru = ExactLru(ROWS, slots, TOPK, CONTEXT + len(steps))
         self.stable = [np.full(ROWS, CONTEXT + i, np.int32) for i in range(len(steps))]
-        self.hit_ratio: list[float] = []
 
     def __call__(self, index: int) -> None:
         self.lru.plan(self.steps[index], self.stable[index])
 
-    def count_hits(self) -> None:
-        self.hit_ratio.append(1 - float(self.lru.miss_counts.sum()) / (ROWS * TOPK))
+    def hit_percent(self) -> float:
+        """Of the last step."""
+        return 100 - 100 * float(self.lru.miss_counts.sum()) / (ROWS * TOPK)
 
 
-def microseconds_per_row(seconds: float) -> float:
-    return seconds * 1e6 / ROWS
+def microseconds_per_row(seconds: float, num_rows: int = ROWS) -> float:
+    return seconds * 1e6 / num_rows
 
 
 def against_lru(slots: int, steps: Ids) -> Iterator[Row]:
     plans = {policy: PlanContender(policy, slots, steps) for policy in ops.POLICIES}
     lru = LruContender(slots, steps)
-    cost = interleave({**plans, "lru": lru}, WARM_UP, ROUNDS)
+    contenders: dict[str, Callable[[int], object]] = {policy: plans[policy] for policy in ops.POLICIES}
+    cost = interleave(contenders | {"lru": lru}, WARM_UP, ROUNDS)
     baseline = microseconds_per_row(cost["lru"])
     for policy in ops.POLICIES:
         yield lower_is_better(
@@ -101,11 +107,8 @@ def against_lru(slots: int, steps: Ids) -> Iterator[Row]:
         )
     default = microseconds_per_row(cost[ops.DEFAULT_POLICY])
     yield lower_is_better(f"plan/p{slots}/default", default, "us/row", baseline)
-    for contender in (*plans.values(), lru):
-        contender.count_hits()
     for policy, plan in plans.items():
-        name = f"plan/hits/p{slots}/{policy}"
-        yield higher_is_better(name, 100 * plan.hit_ratio[-1], "%", 100 * lru.hit_ratio[-1])
+        yield higher_is_better(f"plan/hits/p{slots}/{policy}", plan.hit_percent(), "%", lru.hit_percent())
     if slots == 8192:
         for policy in ops.POLICIES:
             value = microseconds_per_row(cost[policy])
@@ -119,10 +122,11 @@ def flat_in_p(steps: Ids) -> Iterator[Row]:
         f"p{slots}": PlanContender(ops.DEFAULT_POLICY, slots, steps) for slots in POOLS
     }
     cost = interleave(contenders, WARM_UP, ROUNDS)
-    smallest = microseconds_per_row(cost[f"p{POOLS[0]}"])
+    num_rows = steps.shape[1]
+    smallest = microseconds_per_row(cost[f"p{POOLS[0]}"], num_rows)
     for slots in POOLS[1:]:
-        value = microseconds_per_row(cost[f"p{slots}"])
-        yield lower_is_better(f"plan/flat_in_p/p{slots}", value, "us/row", smallest)
+        value = microseconds_per_row(cost[f"p{slots}"], num_rows)
+        yield lower_is_better(f"plan/flat_in_p/p{slots}/rows{num_rows}", value, "us/row", smallest)
 
 
 def run() -> Iterator[Row]:
@@ -132,4 +136,6 @@ def run() -> Iterator[Row]:
     for slots in POOLS:
         yield from against_lru(slots, scored)
     rngs = [np.random.default_rng(1000 + i) for i in range(STREAMS)]
-    yield from flat_in_p(spread([turnover_stream(rng, total, CONTEXT, TOPK) for rng in rngs]))
+    turnover = [turnover_stream(rng, total, CONTEXT, TOPK) for rng in rngs]
+    for num_rows in (ROWS, 8):
+        yield from flat_in_p(spread(turnover, num_rows))

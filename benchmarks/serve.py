@@ -1,4 +1,4 @@
-"""``serve``: rate of dsa_serve on random rows; baseline: memcpy of the same rows from prepared address lists."""
+"""``serve``: rate of dsa_serve on random rows; baseline: memcpy of the same rows by lists of addresses."""
 
 from __future__ import annotations
 
