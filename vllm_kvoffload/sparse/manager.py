@@ -61,6 +61,7 @@ class SparseKVManager:
         geometry: layers, groups, row bytes.
         config: validated options.
         max_num_seqs: most requests in a step; max_model_len: longest request, tokens.
+        prefill_buffers: buffers that prefill streams through; 0 where no prefill reads the host pool.
         host_layers: for each layer uint8 [num_blocks, block_size, row_bytes] of the host pool.
         runtime: streams for the copies.
         writer: whether this rank writes the host pool.
@@ -74,6 +75,7 @@ class SparseKVManager:
         *,
         max_num_seqs: int,
         max_model_len: int,
+        prefill_buffers: int,
         host_layers: list[torch.Tensor],
         runtime: Runtime,
         writer: bool = True,
@@ -94,12 +96,10 @@ class SparseKVManager:
         )
         self.store = HostStore(host_layers, runtime, writer=writer, barrier=barrier, deadline_s=deadline_s)
         block_size = host_layers[0].shape[1]
-        buffer_tokens = 0 if config.keep_device_kv_cache else -(-max_model_len // block_size) * block_size
-        buffers = torch.zeros(
-            (config.prefill_buffers, buffer_tokens, geometry.main_row_bytes), dtype=torch.uint8
-        )
+        buffer_tokens = -(-max_model_len // block_size) * block_size
+        buffers = torch.zeros((prefill_buffers, buffer_tokens, geometry.main_row_bytes), dtype=torch.uint8)
         self.prefill = PrefillStream(self.store, runtime, buffers, deadline_s)
-        self._keep_device = config.keep_device_kv_cache
+        self._streams_prefill = prefill_buffers > 0
         self._seen: set[str] = set()
         self._step: StepState | None = None
 
@@ -129,13 +129,11 @@ class SparseKVManager:
         prefill = tuple(int(n) for n in np.flatnonzero(~is_decode))
         self._step = self._sort(batch, decode, prefill, bool(late[decode].any()))
         self._seen.update(batch.req_ids)
-        if self._keep_device:
-            self.prefill.begin_step([])
-            return
-        self.prefill.begin_step(
-            [PrefillRequest(int(batch.computed[n]), batch.block_table[n], bool(late[n])) for n in prefill]
-        )
         self._stats.decode_steps += bool(decode.size)
+        if self._streams_prefill:
+            self.prefill.begin_step(
+                [PrefillRequest(int(batch.computed[n]), batch.block_table[n], bool(late[n])) for n in prefill]
+            )
 
     def _sort(
         self, batch: StepBatch, decode: npt.NDArray[np.int64], prefill: tuple[int, ...], late: bool
@@ -159,11 +157,11 @@ class SparseKVManager:
         )
 
     def _row(self, req_id: str) -> int:
-        known = req_id in self.rows
-        row = self.rows.acquire(req_id)
-        if not known:
-            self.hot.reset_row(row.index)
-        return row.index
+        lease = self.rows.lookup(req_id)
+        if lease is None:
+            lease = self.rows.acquire(req_id)
+            self.hot.reset_row(lease.row)
+        return lease.row
 
     def _late_requests(self, batch: StepBatch) -> npt.NDArray[np.bool_]:
         """Which requests have a prefix that another request writes in this step.
@@ -208,7 +206,7 @@ class SparseKVManager:
         """Frees the rows of requests that finished, were aborted or preempted. Unknown ids are fine."""
         for req_id in req_ids:
             self._seen.discard(req_id)
-            if req_id in self.rows:
+            if self.rows.lookup(req_id) is not None:
                 self.rows.release(req_id)
 
     @property

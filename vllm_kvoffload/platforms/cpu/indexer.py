@@ -46,6 +46,8 @@ class CPUIndexerBackend(AttentionBackend):  # type: ignore[misc]
 class CPUIndexerCache(DeepseekV32IndexerCache):  # type: ignore[misc]
     """Key cache of one indexer, [num_blocks, block_size, index_head_dim]."""
 
+    topk_indices: torch.Tensor  # int32 [max_tokens, K], shared by the layers of the model
+
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         return MLAAttentionSpec(
             block_size=vllm_config.cache_config.block_size,
@@ -71,20 +73,27 @@ class CPUIndexer(Indexer):  # type: ignore[misc]
         cache.__class__ = CPUIndexerCache
         cache.head_dim = indexer.head_dim
         cache.dtype = get_current_vllm_config().model_config.dtype
+        cache.topk_indices = indexer.topk_indices_buffer
 
     def forward(
-        self, hidden_states: torch.Tensor, qr: torch.Tensor, positions: torch.Tensor, rotary_emb: Any
+        self,
+        hidden_states: torch.Tensor,
+        qr: torch.Tensor,
+        positions: torch.Tensor,
+        rotary_emb: Any,
+        k_pe: torch.Tensor,
     ) -> torch.Tensor:
+        """Writes the choice into the shared buffer; returns ``k_pe``, which must not be used before that."""
         q = self.wq_b(qr)[0].view(-1, self.n_head, self.head_dim)
         kw = self.wk_weights_proj(hidden_states)[0]
         k = self.k_norm(kw[:, : self.head_dim])
         rope = self.rope_dim
-        q_pe, k_pe = rotary_emb(positions, q[..., :rope], k[:, :rope].unsqueeze(1))
-        q = torch.cat([q_pe.reshape(-1, self.n_head, rope), q[..., rope:]], dim=-1)
-        k = torch.cat([k_pe.reshape(-1, rope), k[:, rope:]], dim=-1)
+        q_rope, k_rope = rotary_emb(positions, q[..., :rope], k[:, :rope].unsqueeze(1))
+        q = torch.cat([q_rope.reshape(-1, self.n_head, rope), q[..., rope:]], dim=-1)
+        k = torch.cat([k_rope.reshape(-1, rope), k[:, rope:]], dim=-1)
         weights = kw[:, self.head_dim :].float() * (self.softmax_scale * self.n_head_scale)
-        torch.ops.kvoffload.sparse_indexer(q, k, weights, self.topk_indices_buffer, self.k_cache.prefix)
-        return self.topk_indices_buffer
+        ordered: torch.Tensor = torch.ops.kvoffload.sparse_indexer(q, k, weights, k_pe, self.prefix)
+        return ordered
 
 
 def gather_keys(cache: torch.Tensor, batch: StepBatch, request: int) -> torch.Tensor:
@@ -95,49 +104,55 @@ def gather_keys(cache: torch.Tensor, batch: StepBatch, request: int) -> torch.Te
 
 
 def sparse_indexer(
-    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, topk_indices: torch.Tensor, layer_name: str
-) -> None:
-    """Caches the step's keys and writes every query token's choice into ``topk_indices``.
+    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, k_pe: torch.Tensor, prefix: str
+) -> torch.Tensor:
+    """Caches the step's keys and writes every query token's choice into the indexer's shared buffer.
+
+    The buffer, int32 [max_tokens, K], gets request-local positions in ascending order, -1 padded.
 
     Args:
         q: [T, H, D]; k: [T, D]; weights: fp32 [T, H].
-        topk_indices: int32 [max_tokens, K], rows 0..T-1 are written: request-local positions in
-            ascending order, -1 padded.
-        layer_name: name of the key cache layer in vLLM's forward context.
+        k_pe: any tensor that attention reads; a copy of it is returned (see the ``mla`` module).
+        prefix: the indexer's name, with which its cache is found in vLLM's forward context.
     """
-    metadata, layer, _, slot_mapping = get_attention_context(layer_name)
+    metadata, layer, _, slot_mapping = get_attention_context(f"{prefix}.k_cache")
     if metadata is None or slot_mapping is None:
-        return  # profiling or compilation: there is no cache yet
+        return k_pe.clone(memory_format=torch.contiguous_format)  # profiling: there is no cache yet
     assert isinstance(metadata, SparseMetadata)
     batch = metadata.batch
-    cache = layer.kv_cache
     tokens = slot_mapping.numel()
-    cache[slot_mapping // batch.block_size, slot_mapping % batch.block_size] = k[:tokens].to(cache.dtype)
+    where = (slot_mapping // batch.block_size, slot_mapping % batch.block_size)
+    layer.kv_cache[where] = k[:tokens].to(layer.kv_cache.dtype)
+    choose(q, weights, layer.kv_cache, batch, layer.topk_indices)
+    return k_pe.clone(memory_format=torch.contiguous_format)
+
+
+def choose(
+    q: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, batch: StepBatch, topk_indices: torch.Tensor
+) -> None:
+    """Top-k choice of every query token of a step, into the first T rows of ``topk_indices``."""
     topk = topk_indices.shape[1]
     for n in range(batch.num_requests):
         start, stop = int(batch.query_start_loc[n]), int(batch.query_start_loc[n + 1])
         if start == stop:
             continue
-        first = int(batch.computed[n])
-        out = topk_indices[start:stop]
         if batch.seq_lens[n] <= topk:
             scores = torch.empty((stop - start, int(batch.seq_lens[n])))  # all are chosen, no scores needed
         else:
             scores = indexer_scores(q[start:stop], weights[start:stop], gather_keys(cache, batch, n))
-        select_topk(scores, first, topk, out)
+        select_topk(scores, int(batch.computed[n]), topk, topk_indices[start:stop])
 
 
 def sparse_indexer_fake(
-    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, topk_indices: torch.Tensor, layer_name: str
-) -> None:
-    return None
+    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, k_pe: torch.Tensor, prefix: str
+) -> torch.Tensor:
+    return k_pe.new_empty(k_pe.shape)
 
 
 _LIBRARY = torch.library.Library("kvoffload", "FRAGMENT")
 direct_register_custom_op(
     op_name="sparse_indexer",
     op_func=sparse_indexer,
-    mutates_args=["topk_indices"],
     fake_impl=sparse_indexer_fake,
     target_lib=_LIBRARY,
     dispatch_key="CPU",

@@ -1,13 +1,18 @@
-"""Out-of-tree MLA layer: gives a model's indexer the CPU implementation.
+"""Out-of-tree MLA layer: runs a model's indexer on CPU, in an order that torch.compile can't change.
 
-vLLM's own ``Indexer`` quantises to FP8 with a Triton-only kernel. Its weights and their names stay;
-only the class of the two instances changes, so that forward, cache spec and backend become ours.
+vLLM's own ``Indexer`` quantises to FP8 with a Triton-only kernel. Its weights and their names stay; only
+the class of the two instances changes, so that forward, cache spec and backend become ours.
+
+The indexer hands its choice to attention through a buffer that the compiled graph doesn't see as an input of
+attention. Inductor is free to move or copy back a mutation that nobody in the graph reads, so the indexer op
+returns the layer's rope keys, which attention does read: the graph then says what must come first.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
@@ -23,6 +28,30 @@ class CPUMultiHeadLatentAttention(MultiHeadLatentAttentionWrapper):  # type: ign
         super().__init__(*args, **kwargs)
         if self.indexer is not None:
             CPUIndexer.adopt(self.indexer)
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, hidden_size] to [T, hidden_size]. Layers without an indexer of their own run vLLM's code."""
+        if self.indexer is None or self.skip_topk or self.q_lora_rank is None or llama_4_scaling is not None:
+            out: torch.Tensor = super().forward(positions, hidden_states, llama_4_scaling)
+            return out
+        widths = [self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim]
+        q_latent, kv_latent, k_pe = self.fused_qkv_a_proj(hidden_states)[0].split(widths, dim=-1)
+        q_latent = self.q_a_layernorm(q_latent)
+        kv_latent = self.kv_a_layernorm(kv_latent)
+        q = self.q_b_proj(q_latent)[0].view(-1, self.num_heads, self.qk_head_dim)
+        q_nope, q_pe = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        q_pe, k_pe = self.rotary_emb(positions, q_pe, k_pe.unsqueeze(1))
+        k_pe = self.indexer(hidden_states, q_latent, positions, self.indexer_rope_emb, k_pe)
+        heads = self.mla_attn(
+            torch.cat([q_nope, q_pe], dim=-1),
+            kv_latent,
+            k_pe,
+            output_shape=(hidden_states.shape[0], self.num_heads * self.v_head_dim),
+        )
+        projected: torch.Tensor = self.o_proj(heads)[0]
+        return projected
 
 
 def register_mla_layer() -> None:

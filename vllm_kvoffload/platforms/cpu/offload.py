@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 
 from vllm_kvoffload.config import SparseOffloadConfig, parse_sparse_offload
 from vllm_kvoffload.geometry import KVGeometry
-from vllm_kvoffload.platforms.cpu.platform import model_geometry
+from vllm_kvoffload.platforms.cpu.platform import model_geometry, prefill_buffers
 from vllm_kvoffload.runtime.cpu import CpuRuntime
 from vllm_kvoffload.sparse.capacity import CapacityPlan
 from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
@@ -70,7 +70,8 @@ class CPUOffload:
             config,
             max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
             max_model_len=vllm_config.model_config.max_model_len,
-            host_layers=[self._pool.layer(layer)[0] for layer in range(geometry.num_layers)],
+            prefill_buffers=prefill_buffers(vllm_config, config),
+            host_layers=[self._host_layer(layer) for layer in range(geometry.num_layers)],
             runtime=self._runtime,
             writer=group.rank_in_group == 0,
             barrier=group.barrier if group.world_size > 1 else None,
@@ -88,7 +89,7 @@ class CPUOffload:
         )
         group = get_tp_group()
         if group.rank_in_group == 0:
-            pool = HostPool.create(layout, limit_bytes=config.dram_bytes)
+            pool = HostPool.create(layout, dram_limit_bytes=config.dram_bytes)
             name = pool.name
         else:
             pool, name = None, ""
@@ -97,12 +98,17 @@ class CPUOffload:
             pool = HostPool.attach(name, layout)
         if group.world_size > 1:
             group.barrier()
-        pool.seal()
+        if pool.is_owner:
+            pool.seal()  # from here on not even SIGKILL can leave it behind
         return pool
 
     def host_cache(self, layer: int, dtype: torch.dtype) -> torch.Tensor:
         """The whole main KV of a layer in host memory, [num_blocks, 1, block_size, D]."""
-        return self._pool.layer(layer)[0].view(dtype).unsqueeze(1)
+        return self._host_layer(layer).view(dtype).unsqueeze(1)
+
+    def _host_layer(self, layer: int) -> torch.Tensor:
+        (rows,) = self._pool.layer(layer).values()  # this platform's rows have one component
+        return rows
 
     def close(self) -> None:
         """Finishes what is in flight, stops the threads, frees the pool."""

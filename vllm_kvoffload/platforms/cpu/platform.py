@@ -5,6 +5,7 @@ Models without ``index_topk`` behave exactly as on vLLM's own CPU platform.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -33,6 +34,13 @@ SPARSE_BACKEND = "vllm_kvoffload.platforms.cpu.attention.CPUSparseMLABackend"
 
 class KVOffloadCpuPlatform(CpuPlatform):  # type: ignore[misc]
     """vLLM's CPU platform plus sparse MLA attention and our worker."""
+
+    @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        super().pre_register_and_update(parser)
+        # vLLM turns breakable CUDA graphs on for DSA architectures, which switches torch.compile off; there
+        # are no CUDA graphs here.
+        os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
 
     @classmethod
     def get_attn_backend_cls(
@@ -125,7 +133,6 @@ def engine_facts(vllm_config: VllmConfig, index_topk: int | None) -> EngineFacts
 
 def capacity_of(vllm_config: VllmConfig, config: SparseOffloadConfig, device_bytes: int) -> CapacityPlan:
     """What fits into a device budget. Raises CapacityError if one longest request doesn't."""
-    aggregated = vllm_config.kv_transfer_config is None
     return plan_capacity(
         CapacityInputs(
             geometry=model_geometry(vllm_config),
@@ -136,7 +143,13 @@ def capacity_of(vllm_config: VllmConfig, config: SparseOffloadConfig, device_byt
             max_model_len=vllm_config.model_config.max_model_len,
             topk_buffer_size=config.topk_buffer_size,
             ways=config.ways,
-            prefill_buffers=config.prefill_buffers if aggregated and not config.keep_device_kv_cache else 0,
+            prefill_buffers=prefill_buffers(vllm_config, config),
             keep_device=config.keep_device_kv_cache,
         )
     )
+
+
+def prefill_buffers(vllm_config: VllmConfig, config: SparseOffloadConfig) -> int:
+    """Buffers that prefill streams through: none where the KV comes by transfer, or stays on the device."""
+    aggregated = vllm_config.kv_transfer_config is None
+    return config.prefill_buffers if aggregated and not config.keep_device_kv_cache else 0

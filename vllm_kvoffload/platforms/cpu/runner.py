@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from vllm.config import CompilationMode
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -27,6 +29,11 @@ class KVOffloadCPUModelRunner(CPUModelRunner):  # type: ignore[misc]
     """
 
     offload: CPUOffload | None = None
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        super().load_model(load_dummy_weights)
+        if self.compilation_config.mode != CompilationMode.NONE:
+            make_experts_opaque(self.model)
 
     def initialize_kv_cache_tensors(
         self,
@@ -91,3 +98,18 @@ class KVOffloadCPUModelRunner(CPUModelRunner):  # type: ignore[misc]
         super().shutdown()
         if offload is not None:
             offload.close()
+
+
+def make_experts_opaque(model: torch.nn.Module) -> None:
+    """Keeps the MoE layers of a compiled model out of the compiled graph.
+
+    On CPU vLLM lets Dynamo trace into them. With torch 2.13 Inductor then loses the order between the router's
+    oneDNN matmul and the kernel that reads its result, and experts are chosen from uninitialised memory. vLLM's
+    own opaque op, which other platforms use, has no such freedom.
+    """
+    for module in model.modules():
+        if isinstance(module, MoERunner):
+            shared = module.shared_experts is not None
+            module._forward_entry = (
+                torch.ops.vllm.moe_forward_shared if shared else torch.ops.vllm.moe_forward
+            )
