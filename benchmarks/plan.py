@@ -1,12 +1,12 @@
 """``plan``: cost of dsa_plan per step, K = 2048, 64 rows, one thread.
 
-- ``plan/pP/POLICY``: microseconds per row on scored streams; baseline: an exact LRU that scans the P slots.
+- ``plan/pP/POLICY``: microseconds per row on scored streams; baseline: an exact LRU scanning P slots.
 - ``plan/pP/default``: the same for the default policy.
 - ``plan/hits/pP/POLICY``: distinct ids hit, in per cent; baseline: the exact LRU's.
 - ``plan/policy_cost/POLICY``: at P = 8192; baseline: fifo's cost.
-- ``plan/flat_in_p/pP/rowsR``: the default policy on streams whose misses do not depend on P; baseline: its cost
+- ``plan/flat_in_p/pP/rowsR``: the default policy on streams whose misses don't depend on P; baseline: its cost
   at P = 4096. The work is the same for every P, but a larger pool spreads it over more cache lines: 64 rows show
-  it with that, from memory, and 8 rows, which stay in a core's cache, without.
+  that, from memory; 8 rows, which stay in a core's cache, do not.
 """
 
 from __future__ import annotations

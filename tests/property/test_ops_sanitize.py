@@ -14,10 +14,11 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "sanitize.sh"
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("c++") is None, reason="needs cmake and a compiler")
+@pytest.mark.skipif(not (shutil.which("cmake") and shutil.which("c++")), reason="needs cmake and a compiler")
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_core_is_clean(tmp_path: Path, sanitizer: str) -> None:
     environment = os.environ | {"BUILD_DIR": str(tmp_path), "SANITIZERS": sanitizer}
-    result = subprocess.run(["sh", str(SCRIPT), "60"], env=environment, capture_output=True, text=True, check=False)
+    command = ["sh", str(SCRIPT), "60"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "portable: 60 rounds on 2 threads" in result.stdout
