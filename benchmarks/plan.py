@@ -4,9 +4,9 @@
 - ``plan/pP/default``: the same for the default policy.
 - ``plan/hits/pP/POLICY``: distinct ids hit, in per cent; baseline: the exact LRU's.
 - ``plan/policy_cost/POLICY``: at P = 8192; baseline: fifo's cost.
-- ``plan/flat_in_p/pP/rowsR``: the default policy on streams whose misses don't depend on P; baseline: P = 4096.
-  The work is the same for every P, but a larger pool spreads it over more cache lines: 64 rows show that, from
-  memory; 8 rows, which stay in a core's cache, do not.
+- ``plan/flat_in_p/pP/rowsR``: the default policy on streams whose misses don't depend on P; baseline: P of
+  4096. The work is the same for every P, but a larger pool spreads it over more cache lines: 64 rows show
+  that, from memory; 8 rows, which stay in a core's cache, do not.
 """
 
 from __future__ import annotations
