@@ -73,7 +73,9 @@ class PrefillStream:
         """Buffer, uint8 [max_tokens, row_bytes], with the prefix of the step's ``index``-th request."""
         job = layer * len(self._requests) + index
         if job != self._next:
-            raise RuntimeError(f"prefill job {job} (layer {layer}, request {index}) out of order: expected {self._next}")
+            raise RuntimeError(
+                f"prefill job {job} (layer {layer}, request {index}) out of order: expected {self._next}"
+            )
         if job not in self._loaded:  # a late prefix: its rows exist only now
             self._store.await_layer(layer)
             self._load(job)

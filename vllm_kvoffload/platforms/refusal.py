@@ -17,7 +17,7 @@ class StartupRefusedError(RuntimeError):
 
 
 def refuse(error: ConfigError) -> NoReturn:
-    """Raises :class:`StartupRefusedError`; if nothing catches it, the process prints its line and exits with 1."""
+    """Raises :class:`StartupRefusedError`; uncaught, it ends the process with its line and exit code 1."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:

@@ -1,0 +1,7 @@
+"""Sparse decode offload: the whole main KV in host memory, only chosen rows in device memory.
+
+Owns `host_pool` (shared memory of a DP rank) and `host_store` (writes into it), `hot_pool` (device rows and
+their residencies), `rows` (which request has which row), `capacity` (what fits: the only place that decides),
+`manager` (one step, from batch to attention) and `paged` (the same interface without offload).
+Never touches vLLM, model code or streams as such: platforms call it, `ops` computes, `runtime` runs.
+"""

@@ -63,7 +63,9 @@ class HostStore:
         """Queues the step's new rows of a layer, uint8 [T, row_bytes], which nobody may change any more."""
         if not self._writer:
             return
-        self._stream.submit(ops.host_write, self.layers[layer], rows, slot_mapping, label=f"write layer {layer}")
+        self._stream.submit(
+            ops.host_write, self.layers[layer], rows, slot_mapping, label=f"write layer {layer}"
+        )
         self._written[layer] = self._stream.record(f"host rows of layer {layer}")
         self.bytes_written += rows.numel()
 

@@ -36,7 +36,14 @@ class HotPool:
     """
 
     def __init__(
-        self, geometry: KVGeometry, *, num_rows: int, num_slots: int, ways: int, policy: str, max_query_len: int
+        self,
+        geometry: KVGeometry,
+        *,
+        num_rows: int,
+        num_slots: int,
+        ways: int,
+        policy: ops.Policy,
+        max_query_len: int,
     ) -> None:
         self.num_slots = num_slots
         self.layers = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -91,7 +92,7 @@ class SparseKVManager:
             num_rows=max_num_seqs,
             num_slots=config.topk_buffer_size,
             ways=config.ways,
-            policy=config.policy,
+            policy=cast(ops.Policy, config.policy),  # validated by config
             max_query_len=self.max_query_len,
         )
         self.store = HostStore(host_layers, runtime, writer=writer, barrier=barrier, deadline_s=deadline_s)
@@ -169,7 +170,8 @@ class SparseKVManager:
         Only a request's first step can: afterwards its prefix is its own, or was complete before.
         """
         late = np.zeros(batch.num_requests, dtype=np.bool_)
-        fresh = [n for n, req_id in enumerate(batch.req_ids) if req_id not in self._seen and batch.computed[n]]
+        computed = batch.computed
+        fresh = [n for n, req_id in enumerate(batch.req_ids) if req_id not in self._seen and computed[n]]
         if not fresh or batch.num_requests == 1:
             return late
         written = batch.slot_mapping.numpy() // batch.block_size
@@ -211,5 +213,5 @@ class SparseKVManager:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory in use here: hot rows, residencies and prefill buffers (indexer caches are vLLM's)."""
+        """Device memory in use here: hot rows, residencies, prefill buffers. Indexer caches are vLLM's."""
         return self.hot.nbytes + self.prefill.nbytes

@@ -21,7 +21,8 @@ class PagedKV:
     def parts(self, topk: torch.Tensor, batch: StepBatch) -> Iterator[AttendPart]:
         query_lens = torch.from_numpy(batch.query_lens).long()
         tables = batch.block_table.repeat_interleave(query_lens, dim=0)
-        yield AttendPart(torch.arange(topk.shape[0]), self.rows, physical_rows(topk, tables, batch.block_size))
+        indices = physical_rows(topk, tables, batch.block_size)
+        yield AttendPart(torch.arange(topk.shape[0]), self.rows, indices)
 
 
 def physical_rows(positions: torch.Tensor, block_tables: torch.Tensor, block_size: int) -> torch.Tensor:

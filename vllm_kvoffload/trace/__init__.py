@@ -1,0 +1,1 @@
+"""Top-k traces: recorder, generator and policy simulator. Nothing is here yet."""

@@ -1,0 +1,1 @@
+"""One-sided transfer engines behind one interface (NIXL, MemFabric). Nothing is here yet."""

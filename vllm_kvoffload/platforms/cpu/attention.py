@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from vllm.config.cache import CacheDType
 from vllm.model_executor.layers.attention.sparse_mla_attention import SharedTopkIndicesBuffer
 from vllm.v1.attention.backend import AttentionBackend, MLAAttentionImpl
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -14,10 +15,10 @@ from vllm_kvoffload.platforms.cpu.metadata import SparseMetadata, SparseMetadata
 from vllm_kvoffload.sparse.step import LayerKV
 
 
-class CPUSparseMLABackend(AttentionBackend):  # type: ignore[misc]
+class CPUSparseMLABackend(AttentionBackend):
     """Top-k attention over latent rows, for prefill and decode alike."""
 
-    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "float16", "bfloat16"]
 
     @staticmethod
     def get_name() -> str:
@@ -44,7 +45,7 @@ class CPUSparseMLABackend(AttentionBackend):  # type: ignore[misc]
         return True
 
 
-class CPUSparseMLAImpl(MLAAttentionImpl[SparseMetadata], SharedTopkIndicesBuffer):  # type: ignore[misc]
+class CPUSparseMLAImpl(MLAAttentionImpl[SparseMetadata], SharedTopkIndicesBuffer):
     """Absorbed MLA: queries in the latent space, keys and values from chosen rows."""
 
     is_sparse = True

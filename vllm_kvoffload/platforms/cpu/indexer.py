@@ -23,7 +23,7 @@ from vllm_kvoffload.platforms.cpu.metadata import SparseMetadata, SparseMetadata
 from vllm_kvoffload.sparse.step import StepBatch
 
 
-class CPUIndexerBackend(AttentionBackend):  # type: ignore[misc]
+class CPUIndexerBackend(AttentionBackend):
     """Backend of the indexer's key cache: any block size, model dtype."""
 
     @staticmethod
@@ -43,7 +43,7 @@ class CPUIndexerBackend(AttentionBackend):  # type: ignore[misc]
         return SparseMetadataBuilder
 
 
-class CPUIndexerCache(DeepseekV32IndexerCache):  # type: ignore[misc]
+class CPUIndexerCache(DeepseekV32IndexerCache):
     """Key cache of one indexer, [num_blocks, block_size, index_head_dim]."""
 
     topk_indices: torch.Tensor  # int32 [max_tokens, K], shared by the layers of the model
@@ -62,7 +62,7 @@ class CPUIndexerCache(DeepseekV32IndexerCache):  # type: ignore[misc]
         return CPUIndexerBackend
 
 
-class CPUIndexer(Indexer):  # type: ignore[misc]
+class CPUIndexer(Indexer):
     """vLLM's indexer with this platform's forward. Parameters and their names stay vLLM's."""
 
     @staticmethod
@@ -71,11 +71,16 @@ class CPUIndexer(Indexer):  # type: ignore[misc]
         indexer.__class__ = CPUIndexer
         cache = indexer.k_cache
         cache.__class__ = CPUIndexerCache
+        assert isinstance(cache, CPUIndexerCache)
+        dtype, topk_indices = get_current_vllm_config().model_config.dtype, indexer.topk_indices_buffer
+        assert isinstance(dtype, torch.dtype)
+        assert isinstance(topk_indices, torch.Tensor)
         cache.head_dim = indexer.head_dim
-        cache.dtype = get_current_vllm_config().model_config.dtype
-        cache.topk_indices = indexer.topk_indices_buffer
+        cache.dtype = dtype
+        # Not registered as a buffer: it belongs to the model, and every layer shares it.
+        object.__setattr__(cache, "topk_indices", topk_indices)
 
-    def forward(
+    def forward(  # type: ignore[override]  # called by our MLA layer only
         self,
         hidden_states: torch.Tensor,
         qr: torch.Tensor,
@@ -119,6 +124,7 @@ def sparse_indexer(
     if metadata is None or slot_mapping is None:
         return k_pe.clone(memory_format=torch.contiguous_format)  # profiling: there is no cache yet
     assert isinstance(metadata, SparseMetadata)
+    assert isinstance(layer, CPUIndexerCache)
     batch = metadata.batch
     tokens = slot_mapping.numel()
     where = (slot_mapping // batch.block_size, slot_mapping % batch.block_size)
@@ -144,12 +150,17 @@ def choose(
 
 
 def sparse_indexer_fake(
-    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, k_pe: torch.Tensor, prefix: str
+    q: torch.Tensor,  # noqa: ARG001
+    k: torch.Tensor,  # noqa: ARG001
+    weights: torch.Tensor,  # noqa: ARG001
+    k_pe: torch.Tensor,
+    prefix: str,  # noqa: ARG001
 ) -> torch.Tensor:
+    """What torch.compile needs to know of :func:`sparse_indexer`: the result's shape."""
     return k_pe.new_empty(k_pe.shape)
 
 
-_LIBRARY = torch.library.Library("kvoffload", "FRAGMENT")
+_LIBRARY = torch.library.Library("kvoffload", "FRAGMENT")  # type: ignore[no-untyped-call]
 direct_register_custom_op(
     op_name="sparse_indexer",
     op_func=sparse_indexer,

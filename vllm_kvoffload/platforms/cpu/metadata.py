@@ -12,7 +12,7 @@ from vllm_kvoffload.sparse.step import StepBatch
 
 
 @dataclass
-class SparseMetadata(AttentionMetadata):  # type: ignore[misc]
+class SparseMetadata(AttentionMetadata):
     """A :class:`StepBatch` in the shape vLLM's MLA layer expects.
 
     Every token takes the top-k path, so vLLM is told that all of them are decode tokens.
@@ -27,7 +27,7 @@ class SparseMetadata(AttentionMetadata):  # type: ignore[misc]
     decode: None = None
 
 
-class SparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata]):  # type: ignore[misc]
+class SparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata]):
     """Builds :class:`SparseMetadata` from vLLM's common metadata."""
 
     def __init__(

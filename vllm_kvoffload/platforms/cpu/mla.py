@@ -15,27 +15,34 @@ from typing import Any
 import torch
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+from vllm.model_executor.models.deepseek_v2 import Indexer
 
 from vllm_kvoffload.platforms.cpu.indexer import CPUIndexer
 
 LAYER = "MultiHeadLatentAttentionWrapper"
 
 
-class CPUMultiHeadLatentAttention(MultiHeadLatentAttentionWrapper):  # type: ignore[misc]
+class CPUMultiHeadLatentAttention(MultiHeadLatentAttentionWrapper):
     """vLLM's MLA layer whose indexer, if it has one, is a :class:`CPUIndexer`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.indexer is not None:
+        if isinstance(self.indexer, Indexer):
             CPUIndexer.adopt(self.indexer)
 
     def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        llama_4_scaling: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]. Layers without an indexer of their own run vLLM's code."""
         if self.indexer is None or self.skip_topk or self.q_lora_rank is None or llama_4_scaling is not None:
-            out: torch.Tensor = super().forward(positions, hidden_states, llama_4_scaling)
-            return out
+            return super().forward(positions, hidden_states, llama_4_scaling)
+        assert self.fused_qkv_a_proj is not None
+        assert self.q_a_layernorm is not None
+        assert self.q_b_proj is not None
+        assert self.rotary_emb is not None
         widths = [self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim]
         q_latent, kv_latent, k_pe = self.fused_qkv_a_proj(hidden_states)[0].split(widths, dim=-1)
         q_latent = self.q_a_layernorm(q_latent)

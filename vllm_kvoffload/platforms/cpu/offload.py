@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from vllm.distributed import get_tp_group
-from vllm.logger import init_logger
 
-from vllm_kvoffload.config import SparseOffloadConfig, parse_sparse_offload
+from vllm_kvoffload.config import SparseOffloadConfig
 from vllm_kvoffload.geometry import KVGeometry
-from vllm_kvoffload.platforms.cpu.platform import model_geometry, prefill_buffers
+from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.metrics import StatsChannel
+from vllm_kvoffload.platforms.cpu.platform import model_geometry, offload_options, prefill_buffers
 from vllm_kvoffload.runtime.cpu import CpuRuntime
 from vllm_kvoffload.sparse.capacity import CapacityPlan
 from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
@@ -19,12 +20,12 @@ from vllm_kvoffload.sparse.manager import SparseKVManager
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-logger = init_logger(__name__)
+logger = get_logger(__name__)
 
 
 def offload_config(vllm_config: VllmConfig) -> SparseOffloadConfig | None:
     """The engine's offload options, None when it is off."""
-    config = parse_sparse_offload(vllm_config.additional_config)
+    config = offload_options(vllm_config)
     return config if config.enabled else None
 
 
@@ -61,10 +62,11 @@ class CPUOffload:
 
     def __init__(self, vllm_config: VllmConfig, config: SparseOffloadConfig, num_blocks: int) -> None:
         geometry = model_geometry(vllm_config)
+        block_size = vllm_config.cache_config.block_size
         group = get_tp_group()
         self.keep_device = config.keep_device_kv_cache
         self._runtime = CpuRuntime()
-        self._pool = self._open_pool(geometry, config, vllm_config.cache_config.block_size, num_blocks)
+        self._pool = self._open_pool(geometry, config, block_size, num_blocks)
         self.manager = SparseKVManager(
             geometry,
             config,
@@ -75,6 +77,21 @@ class CPUOffload:
             runtime=self._runtime,
             writer=group.rank_in_group == 0,
             barrier=group.barrier if group.world_size > 1 else None,
+        )
+        self._channel = StatsChannel(
+            vllm_config.instance_id, vllm_config.parallel_config.data_parallel_index, group.rank_in_group
+        )
+        block_tokens = num_blocks * block_size
+        indexer_bytes = block_tokens * geometry.indexer_bytes_per_token
+        main_bytes = block_tokens * geometry.main_bytes_per_token
+        kept_bytes = main_bytes if self.keep_device else 0
+        self._channel.publish(
+            {
+                "device_bytes": self.manager.device_bytes + indexer_bytes + kept_bytes,
+                "device_bytes_without_offload": indexer_bytes + main_bytes,
+                "host_pool_bytes": self._pool.layout.total_bytes,
+                "kv_blocks": num_blocks,
+            }
         )
 
     @staticmethod
@@ -97,7 +114,7 @@ class CPUOffload:
         if pool is None:
             pool = HostPool.attach(name, layout)
         if group.world_size > 1:
-            group.barrier()
+            group.barrier()  # type: ignore[no-untyped-call]
         if pool.is_owner:
             pool.seal()  # from here on not even SIGKILL can leave it behind
         return pool
@@ -110,8 +127,14 @@ class CPUOffload:
         (rows,) = self._pool.layer(layer).values()  # this platform's rows have one component
         return rows
 
+    def publish(self) -> None:
+        """Makes the counters so far visible in vLLM's metrics."""
+        manager = self.manager
+        self._channel.publish(manager.stats, live_rows=manager.rows.num_rows - manager.rows.num_free)
+
     def close(self) -> None:
         """Finishes what is in flight, stops the threads, frees the pool."""
+        self._channel.close()
         try:
             self._runtime.shutdown()
         finally:

@@ -6,9 +6,9 @@ Models without ``index_topk`` behave exactly as on vLLM's own CPU platform.
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
 from vllm_kvoffload.config import (
@@ -19,6 +19,7 @@ from vllm_kvoffload.config import (
     validate_sparse_offload,
 )
 from vllm_kvoffload.geometry import KVGeometry
+from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.platforms.refusal import refuse
 from vllm_kvoffload.sparse.capacity import CapacityInputs, CapacityPlan, plan_capacity
 
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-logger = init_logger(__name__)
+logger = get_logger(__name__)
 
 WORKER = "vllm_kvoffload.platforms.cpu.worker.KVOffloadCPUWorker"
 SPARSE_BACKEND = "vllm_kvoffload.platforms.cpu.attention.CPUSparseMLABackend"
 
 
-class KVOffloadCpuPlatform(CpuPlatform):  # type: ignore[misc]
+class KVOffloadCpuPlatform(CpuPlatform):
     """vLLM's CPU platform plus sparse MLA attention and our worker."""
 
     @classmethod
@@ -86,7 +87,12 @@ def share_index(vllm_config: VllmConfig) -> None:
     """Resolves which layers have an indexer, and says it to vLLM in the one spelling it reads."""
     geometry = model_geometry(vllm_config)
     vllm_config.model_config.hf_text_config.index_topk_pattern = geometry.index_topk_pattern
-    logger.info_once(geometry.describe())
+    _log_geometry(geometry.describe())
+
+
+@lru_cache(maxsize=1)  # vLLM checks a configuration several times in one process
+def _log_geometry(description: str) -> None:
+    logger.info("%s", description)
 
 
 def model_geometry(vllm_config: VllmConfig) -> KVGeometry:
@@ -102,13 +108,19 @@ def check_offload(vllm_config: VllmConfig, index_topk: int | None) -> None:
         StartupRefusedError: one line with key, value, rule and fix.
     """
     try:
-        config = parse_sparse_offload(vllm_config.additional_config)
+        config = offload_options(vllm_config)
         validate_sparse_offload(config, engine_facts(vllm_config, index_topk))
         device_bytes = vllm_config.cache_config.kv_cache_memory_bytes
         if config.enabled and device_bytes is not None:
             capacity_of(vllm_config, config, device_bytes)
     except ConfigError as error:
         refuse(error)
+
+
+def offload_options(vllm_config: VllmConfig) -> SparseOffloadConfig:
+    """The engine's offload options, enabled or not. Raises ConfigError."""
+    additional = vllm_config.additional_config
+    return parse_sparse_offload(additional if isinstance(additional, dict) else None)
 
 
 def engine_facts(vllm_config: VllmConfig, index_topk: int | None) -> EngineFacts:

@@ -21,7 +21,7 @@ from vllm_kvoffload.platforms.cpu.offload import CPUOffload, offload_config
 from vllm_kvoffload.sparse.paged import PagedKV
 
 
-class KVOffloadCPUModelRunner(CPUModelRunner):  # type: ignore[misc]
+class KVOffloadCPUModelRunner(CPUModelRunner):
     """vLLM's CPU runner; binds a :class:`LayerKV` to every sparse attention layer.
 
     With offload, vLLM's cache tensors are only the indexers' key caches; the main KV tensor of a layer that
@@ -50,12 +50,17 @@ class KVOffloadCPUModelRunner(CPUModelRunner):  # type: ignore[misc]
                 layer.impl.kv = PagedKV(layer.kv_cache)
             return caches
         with kv_cache_allocation_context or nullcontext():
-            return self._initialize_offload(CPUOffload(self.vllm_config, config, kv_cache_config.num_blocks), kv_cache_config)
+            return self._initialize_offload(
+                CPUOffload(self.vllm_config, config, kv_cache_config.num_blocks), kv_cache_config
+            )
 
-    def _initialize_offload(self, offload: CPUOffload, kv_cache_config: KVCacheConfig) -> dict[str, torch.Tensor]:
+    def _initialize_offload(
+        self, offload: CPUOffload, kv_cache_config: KVCacheConfig
+    ) -> dict[str, torch.Tensor]:
         self.offload = offload
         context = self.compilation_config.static_forward_context
         dtype, num_blocks = self.model_config.dtype, kv_cache_config.num_blocks
+        assert isinstance(dtype, torch.dtype)
         block_size = self.cache_config.block_size
         caches: dict[str, torch.Tensor] = {}
         for name in (name for group in kv_cache_config.kv_cache_groups for name in group.layer_names):
@@ -89,9 +94,16 @@ class KVOffloadCPUModelRunner(CPUModelRunner):  # type: ignore[misc]
         built = super()._build_attention_metadata(num_tokens, num_reqs, *args, **kwargs)
         if self.offload is not None:
             per_layer = built[0]
+            assert isinstance(per_layer, dict)  # a list only under dual-batch overlap, which CPU hasn't got
             metadata = next(m for m in per_layer.values() if isinstance(m, SparseMetadata))
             self.offload.manager.begin_step(metadata.batch.named(self.input_batch.req_ids[:num_reqs]))
         return built
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().execute_model(*args, **kwargs)
+        if self.offload is not None:
+            self.offload.publish()
+        return output
 
     def shutdown(self) -> None:
         offload, self.offload = self.offload, None
@@ -103,9 +115,9 @@ class KVOffloadCPUModelRunner(CPUModelRunner):  # type: ignore[misc]
 def make_experts_opaque(model: torch.nn.Module) -> None:
     """Keeps the MoE layers of a compiled model out of the compiled graph.
 
-    On CPU vLLM lets Dynamo trace into them. With torch 2.13 Inductor then loses the order between the router's
-    oneDNN matmul and the kernel that reads its result, and experts are chosen from uninitialised memory. vLLM's
-    own opaque op, which other platforms use, has no such freedom.
+    On CPU vLLM lets Dynamo trace into them. With torch 2.13 Inductor then loses the order between the
+    router's oneDNN matmul and the kernel that reads its result, and experts are chosen from uninitialised
+    memory. vLLM's own opaque op, which other platforms use, has no such freedom.
     """
     for module in model.modules():
         if isinstance(module, MoERunner):

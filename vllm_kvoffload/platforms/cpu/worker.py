@@ -10,7 +10,7 @@ from vllm_kvoffload.platforms.cpu.platform import capacity_of
 from vllm_kvoffload.platforms.cpu.runner import KVOffloadCPUModelRunner
 
 
-class KVOffloadCPUWorker(CPUWorker):  # type: ignore[misc]
+class KVOffloadCPUWorker(CPUWorker):
     """vLLM's CPU worker with our model runner.
 
     vLLM divides what a worker reports as available by the page bytes of *all* caches. Under offload the
@@ -19,7 +19,7 @@ class KVOffloadCPUWorker(CPUWorker):  # type: ignore[misc]
     """
 
     def init_device(self) -> None:
-        super().init_device()
+        super().init_device()  # type: ignore[no-untyped-call]
         if self.use_v2_model_runner:
             raise NotImplementedError("vllm-kvoffload needs Model Runner V1: unset VLLM_USE_V2_MODEL_RUNNER")
         self.model_runner = KVOffloadCPUModelRunner(self.vllm_config, torch.device("cpu"))
