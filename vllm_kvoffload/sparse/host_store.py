@@ -60,12 +60,15 @@ class HostStore:
                 event.wait(self._deadline_s)
 
     def write(self, layer: int, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Queues the step's new rows of a layer, uint8 [T, row_bytes], which nobody may change any more."""
+        """Queues the step's new rows of a layer, uint8 [T, row_bytes], which nobody may change any more.
+
+        ``slot_mapping``, int64 [T], is copied: vLLM fills that buffer with the next step's slots before it
+        gets to :meth:`begin_step`.
+        """
         if not self._writer:
             return
-        self._stream.submit(
-            ops.host_write, self.layers[layer], rows, slot_mapping, label=f"write layer {layer}"
-        )
+        slots = slot_mapping.clone()
+        self._stream.submit(ops.host_write, self.layers[layer], rows, slots, label=f"write layer {layer}")
         self._written[layer] = self._stream.record(f"host rows of layer {layer}")
         self.bytes_written += rows.numel()
 
