@@ -9,6 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 2048,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 256,
+    "kv_cache_memory_bytes": 96 << 20,
+    "enforce_eager": True,
+    "dtype": "float32",
+    "tokenizer_mode": "hf",
+    "disable_log_stats": False,
+    "use_tqdm_on_load": False,
+}
+"""Engine arguments of a test that doesn't say otherwise."""
+
+STEP_LIMIT = 5000
+"""Steps after which a workload counts as hanging."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -28,34 +44,54 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What a request got: ids, and the log-probability of every prompt token after the first and of every output."""
+    """What a request got: ids, and the log-probability of every prompt token after the first and of every
+    output. cached_tokens: tokens of its prompt that came from the prefix cache."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finished: bool = False
+    cached_tokens: int = 0
+
+
+@dataclass
+class Trace:
+    """What the scheduler did in a workload.
+
+    schedule: for each step the tokens that each job computes. preempted: jobs, once per preemption.
+    peak_blocks: most KV blocks in use at once. stats: growth of the offload counters, empty without offload.
+    """
+
+    schedule: list[dict[str, int]] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    peak_blocks: int = 0
+    stats: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def mixed_steps(self) -> int:
+        """Steps that decode for one request while another prefills."""
+        return sum(1 in step.values() and max(step.values()) > 1 for step in self.schedule if step)
+
+
+BeforeStep = Callable[[int, dict[str, Outcome]], None]
 
 
 class EngineUnderTest:
     """An offline vLLM engine. `offload` is the `sparse_kv_offload_config` without its `enabled`, None for none."""
 
     def __init__(self, checkpoint: Path, offload: dict[str, Any] | None = None, **options: Any) -> None:
-        from vllm import LLM
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
 
         section = {"dram_size_per_dp_GB": 1, **(offload or {}), "enabled": offload is not None}
-        arguments: dict[str, Any] = {
-            "max_model_len": 2048,
-            "max_num_seqs": 8,
-            "kv_cache_memory_bytes": 96 << 20,
-            "enforce_eager": True,
-            "dtype": "float32",
-            "tokenizer_mode": "hf",
-            "disable_log_stats": False,
-            **options,
-        }
-        self.llm = LLM(
-            model=str(checkpoint), additional_config={"sparse_kv_offload_config": section}, **arguments
+        arguments = {**OPTIONS, **options}
+        self.offloads = offload is not None
+        self.engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=str(checkpoint), additional_config={"sparse_kv_offload_config": section}, **arguments
+            )
         )
-        self.engine = self.llm.llm_engine
+        self.trace = Trace()
+        self._watch_scheduler()
 
     @property
     def runner(self) -> Any:
@@ -74,57 +110,121 @@ class EngineUnderTest:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks that the scheduler hands out."""
+        """KV blocks that the scheduler hands out, vLLM's null block included."""
         return int(self.scheduler.kv_cache_config.num_blocks)
 
-    def run(
-        self, jobs: Sequence[Job], before_step: Callable[[int, dict[str, Outcome]], None] | None = None
-    ) -> list[Outcome]:
-        """Runs a workload to its end; `before_step(step, outcomes)` may look at, or break, anything."""
-        from vllm import SamplingParams
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that no request holds."""
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
+    def blocks(self, name: str) -> list[int]:
+        """Block table of a running job, without unused entries."""
+        batch = self.runner.input_batch
+        index = next(n for n, req_id in enumerate(batch.req_ids) if _job_name(req_id) == name)
+        table = batch.block_table[0].get_numpy_array()[index]
+        return [int(block) for block in table if block]
+
+    def row(self, name: str) -> int:
+        """Hot-pool row of a running job."""
+        rows = self.manager.rows
+        return int(next(rows.lookup(req_id).row for req_id in rows.live if _job_name(req_id) == name))
+
+    def run(self, jobs: Sequence[Job], before_step: BeforeStep | None = None) -> list[Outcome]:
+        """Runs a workload to its end, and checks that nothing is held afterwards.
+
+        `before_step(step, outcomes)` may look at, or break, anything. `trace` tells what the scheduler did.
+        """
+        assert self.engine.reset_prefix_cache(), "blocks are still in use before the workload"
+        self.trace = Trace()
+        before = self._stats()
         outcomes = {f"job-{n}": Outcome() for n in range(len(jobs))}
         waiting = dict(zip(outcomes, jobs, strict=True))
         live: set[str] = set()
         step = 0
         while waiting or live:
+            assert step < STEP_LIMIT, f"still not done: {sorted(live | set(waiting))}"
             for name in [n for n, job in waiting.items() if job.arrival <= step]:
-                job = waiting.pop(name)
-                params = SamplingParams(
-                    temperature=0,
-                    max_tokens=job.max_tokens,
-                    logprobs=0,
-                    prompt_logprobs=0 if job.prompt_logprobs else None,
-                    ignore_eos=True,
-                    detokenize=False,
-                )
-                self.engine.add_request(name, {"prompt_token_ids": list(job.prompt)}, params)
+                self._add(name, waiting.pop(name))
                 live.add(name)
             if before_step is not None:
                 before_step(step, outcomes)
             for output in self.engine.step():
-                outcome = outcomes[output.request_id]
-                outcome.token_ids = list(output.outputs[0].token_ids)
-                outcome.logprobs = _chosen(output.prompt_logprobs or []) + _chosen(output.outputs[0].logprobs)
+                _collect(outcomes[output.request_id], output)
                 if output.finished:
-                    outcome.finished = True
                     live.discard(output.request_id)
             step += 1
             for name in sorted(live):
-                after = jobs[int(name[4:])].abort_after
-                if after is not None and len(outcomes[name].token_ids) >= after and jobs[int(name[4:])].arrival < step:
+                job = jobs[int(name.removeprefix("job-"))]
+                if job.abort_after is not None and len(outcomes[name].token_ids) >= job.abort_after:
                     self.engine.abort_request([name])
                     live.discard(name)
+        self.check_idle()
+        self.trace.stats = {key: value - before.get(key, 0) for key, value in self._stats().items()}
         return list(outcomes.values())
+
+    def check_idle(self) -> None:
+        """Fails if a block, a row or a request is still held although nothing runs."""
+        self.engine.step()  # vLLM tells the worker about finished requests with the next step
+        assert not self.scheduler.has_requests()
+        assert self.free_blocks == self.num_blocks - 1, f"{self.num_blocks - 1 - self.free_blocks} blocks leaked"
+        if self.offloads:
+            self.manager.rows.check_empty()
+            assert self.manager.rows.num_free == self.manager.rows.num_rows
+            assert not self.manager._seen
 
     def close(self) -> None:
         """Shuts the engine down and frees what it held."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self.engine.engine_core.shutdown()
-        del self.llm, self.engine
+        del self.engine
         gc.collect()
         cleanup_dist_env_and_memory()
+
+    def _add(self, name: str, job: Job) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=job.max_tokens,
+            logprobs=0,
+            prompt_logprobs=0 if job.prompt_logprobs else None,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        self.engine.add_request(name, {"prompt_token_ids": list(job.prompt)}, params)
+
+    def _stats(self) -> dict[str, float]:
+        return self.manager.stats.as_dict() if self.offloads else {}
+
+    def _watch_scheduler(self) -> None:
+        scheduler = self.scheduler
+        schedule, preempt = scheduler.schedule, scheduler._preempt_request
+
+        def watched_schedule(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            tokens = {_job_name(req_id): count for req_id, count in output.num_scheduled_tokens.items()}
+            self.trace.schedule.append(tokens)
+            self.trace.peak_blocks = max(self.trace.peak_blocks, self.num_blocks - 1 - self.free_blocks)
+            return output
+
+        def watched_preempt(request: Any, *args: Any, **kwargs: Any) -> None:
+            self.trace.preempted.append(_job_name(request.request_id))
+            preempt(request, *args, **kwargs)
+
+        scheduler.schedule, scheduler._preempt_request = watched_schedule, watched_preempt
+
+
+def _job_name(req_id: str) -> str:
+    return "-".join(req_id.split("-")[:2])  # vLLM appends a random part
+
+
+def _collect(outcome: Outcome, output: Any) -> None:
+    outcome.token_ids = list(output.outputs[0].token_ids)
+    outcome.logprobs = _chosen(output.prompt_logprobs or []) + _chosen(output.outputs[0].logprobs)
+    outcome.finished = output.finished
+    outcome.cached_tokens = output.num_cached_tokens or 0
 
 
 def _chosen(entries: Sequence[Any]) -> list[float]:
@@ -147,5 +247,7 @@ def worst_difference(ours: Sequence[Outcome], reference: Sequence[Outcome]) -> f
     for a, b in zip(ours, reference, strict=True):
         if a.token_ids != b.token_ids or len(a.logprobs) != len(b.logprobs) or a.finished != b.finished:
             return float("inf")
-        worst = max([worst, *(abs(x - y) for x, y in zip(a.logprobs, b.logprobs, strict=True))])
+        for x, y in zip(a.logprobs, b.logprobs, strict=True):
+            if not abs(x - y) <= worst:  # also true for NaN
+                worst = abs(x - y) if x == x and y == y else float("inf")
     return worst

@@ -1,0 +1,25 @@
+"""Fixtures of the golden tests."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def _lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("needs vLLM")
+    from lab import Lab
+
+    lab = Lab(tmp_path_factory.mktemp("golden"))
+    yield lab
+    lab.close()
+
+
+@pytest.fixture
+def lab(_lab):
+    """Runs workloads with and without offload."""
+    return _lab

@@ -1,0 +1,70 @@
+"""Offload changes nothing that a user can see: results equal those without offload, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ORDINARY = ["short", "long", "mixed", "prefix", "abort", "churn"]
+POOLS = {
+    "fifo-16": {"topk_buffer_size": 128, "ways": 16, "policy": "fifo"},
+    "fifo-32": {"topk_buffer_size": 128, "ways": 32, "policy": "fifo"},
+    "clock-16": {"topk_buffer_size": 128, "ways": 16, "policy": "clock"},
+    "clock-32": {"topk_buffer_size": 256, "ways": 32, "policy": "clock"},
+    "rrip-16": {"topk_buffer_size": 256, "ways": 16, "policy": "rrip"},
+    "rrip-32": {"topk_buffer_size": 128, "ways": 32, "policy": "rrip"},
+    "smallest": {"topk_buffer_size": 64},
+    "holds-all": {"topk_buffer_size": 2048, "prefill_buffers": 5},
+}
+
+
+@pytest.mark.parametrize("workload", ORDINARY)
+@pytest.mark.parametrize("pool", POOLS)
+def test_pools_and_policies(lab, workload, pool):
+    result, difference = lab.compare(workload, offload=POOLS[pool])
+    assert difference == 0.0
+    stats = result.trace.stats
+    assert stats["hits"] > 0
+    assert stats["fetched_bytes"] > 0
+    assert stats["written_bytes"] > 0
+    if pool == "smallest" and workload != "short":
+        assert stats["displaced"] > 0
+    if pool == "holds-all":
+        assert stats["displaced"] == 0
+
+
+def test_the_workloads_are_what_they_are_called(lab):
+    assert lab.reference("mixed").trace.mixed_steps > 5
+    chunks = [step["job-2"] for step in lab.reference("long").trace.schedule if "job-2" in step]
+    assert sum(count > 1 for count in chunks) > 5
+    cached = [outcome.cached_tokens for outcome in lab.reference("prefix").outcomes]
+    assert cached[1:5] == [640, 576, 640, 320]
+    assert cached[6] >= 192
+    aborted = [outcome.finished for outcome in lab.reference("abort").outcomes]
+    assert aborted == [True, False, False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("model", "topk", "workloads"),
+    [
+        ("glm", 256, ["long", "mixed", "prefix"]),
+        ("dsv32-tiny", 64, ["short", "long", "mixed", "prefix", "abort"]),
+        ("dsv32", 256, ["mixed"]),
+        ("glm-576", 512, ["mixed"]),
+        ("glm-tiny-bf16", 64, ["short", "long", "mixed", "prefix", "abort"]),
+    ],
+)
+def test_models_with_and_without_index_sharing(lab, model, topk, workloads):
+    for result, difference in lab.compare_all(workloads, model, {"topk_buffer_size": topk}).values():
+        assert difference == 0.0
+        assert result.trace.stats["hits"] > 0
+        assert result.trace.stats["fetched_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"block_size": 16}, {"block_size": 128, "max_num_batched_tokens": 100}], ids=str
+)
+def test_block_and_chunk_sizes(lab, options):
+    _, difference = lab.compare("mixed", **options)
+    assert difference == 0.0
