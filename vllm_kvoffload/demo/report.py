@@ -1,0 +1,199 @@
+"""What the two runs show: the comparison of their answers, the table, the verdict. No I/O but printing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from vllm_kvoffload.demo.client import Answer, Sample
+from vllm_kvoffload.demo.workload import AGAIN, LONG, PAIR
+
+NONE = "-"
+_PREFIX = "vllm:kvoffload_"
+
+
+@dataclass
+class RunResult:
+    """One server's run.
+
+    answers: by request name. step_s: wall time by step key. offload: counters and gauges by the names of
+    `metrics.fields`, empty without offload. end: what was wrong with its end, None before it.
+    """
+
+    device_bytes: int
+    start_s: float = 0.0
+    kv_tokens: int = 0
+    answers: dict[str, Answer] = field(default_factory=dict)
+    step_s: dict[str, float] = field(default_factory=dict)
+    offload: dict[str, float] = field(default_factory=dict)
+    end: list[str] | None = None
+
+    def take_metrics(self, metrics: Mapping[str, list[Sample]]) -> None:
+        """Reads KV tokens and the offload's series, summed over engines and ranks."""
+        for sample in metrics.get("vllm:cache_config_info", ()):
+            self.kv_tokens = int(sample.labels["kv_cache_size_tokens"])
+        for name, samples in metrics.items():
+            if name.startswith(_PREFIX):
+                key = name[len(_PREFIX) :].removesuffix("_total")
+                self.offload[key] = sum(sample.value for sample in samples)
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Of the rows chosen in decode; None when none was looked up."""
+        looked_up = self.offload.get("hits", 0.0) + self.offload.get("misses", 0.0)
+        return self.offload["hits"] / looked_up if looked_up else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`differences`: one line for each unequal answer. `worst_logprob`: over positions with equal tokens."""
+
+    answers: int
+    tokens: int
+    worst_logprob: float
+    differences: tuple[str, ...]
+
+
+def compare(reference: Mapping[str, Answer], answers: Mapping[str, Answer]) -> Comparison:
+    """Compares token by token."""
+    differences = [f"{name}: missing in one run" for name in sorted(reference.keys() ^ answers.keys())]
+    tokens, worst = 0, 0.0
+    for name in (name for name in reference if name in answers):
+        a, b = reference[name], answers[name]
+        tokens += len(a.token_ids)
+        if a.prompt_tokens != b.prompt_tokens:
+            differences.append(f"{name}: prompts of {a.prompt_tokens} and {b.prompt_tokens} tokens")
+        same = 0
+        for left, right in zip(a.token_ids, b.token_ids, strict=False):
+            if left != right:
+                break
+            same += 1
+        if same < max(len(a.token_ids), len(b.token_ids)):
+            lengths = f"{len(a.token_ids)} and {len(b.token_ids)}"
+            differences.append(f"{name}: tokens differ from number {same + 1} on ({lengths} tokens)")
+        gaps = [abs(x - y) for x, y in zip(a.logprobs[:same], b.logprobs[:same], strict=False)]
+        worst = max([worst, *gaps])
+    return Comparison(len(reference), tokens, worst, tuple(differences))
+
+
+def failures(without: RunResult, with_offload: RunResult) -> list[str]:
+    """Everything that speaks against success, one line each."""
+    found = list(compare(without.answers, with_offload.answers).differences)
+    if not without.answers:
+        found.append("no answers to compare")
+    if with_offload.hit_ratio is None:
+        found.append("no offload at work: /metrics shows no row looked up in the hot pool")
+    elif not with_offload.offload.get("misses"):
+        found.append("the hot pool had no miss: nothing was fetched, so nothing was shown")
+    if with_offload.kv_tokens <= without.kv_tokens:
+        found.append(f"no more KV tokens with offload: {with_offload.kv_tokens} vs {without.kv_tokens}")
+    for name, run in (("without", without), ("with", with_offload)):
+        found += [f"server {name} offload: {problem}" for problem in run.end or ()]
+    return found
+
+
+def table_rows(without: RunResult, with_offload: RunResult) -> list[tuple[str, str, str]]:
+    """The table's lines: what, without offload, with offload."""
+
+    def both(what: str, show: Callable[[RunResult], str]) -> tuple[str, str, str]:
+        return what, show(without), show(with_offload)
+
+    def only_with(what: str, text: str) -> tuple[str, str, str]:
+        return what, NONE, text
+
+    tokens, offload, hit_ratio = with_offload.kv_tokens, with_offload.offload, with_offload.hit_ratio
+    factor = tokens / without.kv_tokens if without.kv_tokens else 0.0
+    needed = _mib(offload.get("device_bytes_without_offload")), _mib(offload.get("device_bytes"))
+    return [
+        both("device memory for KV", lambda run: _mib(run.device_bytes)),
+        ("KV tokens in it", f"{without.kv_tokens:,}", f"{tokens:,} ({factor:.1f}x)"),
+        (f"device memory for {tokens:,} tokens", *needed),
+        only_with("host memory for KV", _mib(offload.get("host_pool_bytes"))),
+        both("prefill of a long prompt, tokens/s", lambda run: _speed(_prefill_speed(run))),
+        both("decode of one request, tokens/s", lambda run: _speed(_decode_speed(run))),
+        both("two at once, prompt and output tokens/s", lambda run: _speed(_pair_speed(run))),
+        both("long prompt again: tokens found cached", lambda run: f"{_again(run).cached_tokens:,}"),
+        both("long prompt again: first token after", lambda run: f"{_again(run).first_s:.2f} s"),
+        only_with("chosen rows found in the hot pool", NONE if hit_ratio is None else f"{hit_ratio:.1%}"),
+        only_with("fetched from host memory in decode", _mib(offload.get("fetched_bytes"))),
+        only_with("streamed from host memory in prefill", _mib(offload.get("prefill_bytes"))),
+        both("all requests", lambda run: f"{sum(run.step_s.values()):.1f} s"),
+    ]
+
+
+def print_table(console: Console, without: RunResult, with_offload: RunResult) -> None:
+    """Prints the table and what its speeds mean."""
+    table = Table("", "without offload", "with offload", box=SIMPLE)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in table_rows(without, with_offload):
+        table.add_row(*row)
+    console.print(table)
+    console.print(
+        "Speeds are this CPU's, with a tiny random model: they show that it runs, not what an NPU does.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def print_verdict(console: Console, without: RunResult, with_offload: RunResult) -> bool:
+    """Prints what was shown or what failed. Returns whether all is well."""
+    comparison, found = compare(without.answers, with_offload.answers), failures(without, with_offload)
+    for problem in found:
+        console.print(f"  - {problem}", markup=False, highlight=False, soft_wrap=True)
+    if found:
+        console.print("[bold red]FAILED[/]", highlight=False)
+        return False
+    text = (
+        f"{comparison.answers} answers, {comparison.tokens} tokens: all equal with and without offload "
+        f"(largest log-probability difference {comparison.worst_logprob:.1e})"
+    )
+    if with_offload.end is not None:
+        text += "; both servers ended cleanly, nothing is left running"
+    console.print(f"[bold green]OK[/]: {text}.", highlight=False, soft_wrap=True)
+    return True
+
+
+def as_json(without: RunResult, with_offload: RunResult) -> dict[str, Any]:
+    """Everything measured, for report.json."""
+    return {
+        "without_offload": asdict(without),
+        "with_offload": asdict(with_offload),
+        "comparison": asdict(compare(without.answers, with_offload.answers)),
+        "failures": failures(without, with_offload),
+    }
+
+
+def _again(run: RunResult) -> Answer:
+    return run.answers.get(AGAIN, Answer())
+
+
+def _prefill_speed(run: RunResult) -> float:
+    answer = run.answers.get(LONG, Answer())
+    return answer.prompt_tokens / answer.first_s if answer.first_s else 0.0
+
+
+def _decode_speed(run: RunResult) -> float:
+    answer = run.answers.get(LONG, Answer())
+    elapsed_s = answer.total_s - answer.first_s
+    return (len(answer.token_ids) - 1) / elapsed_s if elapsed_s > 0 and answer.first_s else 0.0
+
+
+def _pair_speed(run: RunResult) -> float:
+    pair = [answer for name, answer in run.answers.items() if name.startswith(PAIR)]
+    tokens = sum(answer.prompt_tokens + len(answer.token_ids) for answer in pair)
+    elapsed_s = run.step_s.get(PAIR, 0.0)
+    return tokens / elapsed_s if elapsed_s else 0.0
+
+
+def _speed(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:,.0f}" if tokens_per_s >= 100 else f"{tokens_per_s:.1f}"
+
+
+def _mib(count: float | None) -> str:
+    return NONE if count is None else f"{count / (1 << 20):,.1f} MiB"

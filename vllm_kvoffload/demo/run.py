@@ -1,0 +1,247 @@
+"""`kvoffload demo`: serves a small random GLM-DSA model twice, without and with offload, and compares.
+
+Both servers get the same device memory for KV and the same requests. Everything that is started is ended
+again, whatever happens, and every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
+from vllm_kvoffload.demo.client import RequestError, read_metrics, send
+from vllm_kvoffload.demo.progress import Note, Stages
+from vllm_kvoffload.demo.report import RunResult, as_json, print_table, print_verdict
+from vllm_kvoffload.demo.server import (
+    HOST,
+    MODEL_NAME,
+    Server,
+    ServerError,
+    ServerOptions,
+    command_line,
+    free_port,
+)
+from vllm_kvoffload.demo.workload import FULL, QUICK, Step, steps
+
+MODEL = "glm"
+START_DEADLINE_S = 300.0
+REQUEST_DEADLINE_S = 300.0
+METRICS_DEADLINE_S = 20.0
+STOP_GRACE_S = 30.0
+PLAIN_WIDTH = 110
+
+_Serving = Callable[[Server, RunResult], None]
+
+
+class _Terminated(BaseException):
+    """SIGTERM or SIGHUP; like KeyboardInterrupt, nothing but the way out may catch it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.status = 128 + number
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """The demo's options. Raises SystemExit for --help and for what it doesn't understand."""
+    parser = argparse.ArgumentParser(
+        prog="kvoffload demo",
+        description="Serve a small random GLM-DSA model without and with KV offload, and compare: device "
+        "memory, speed, and that every token is the same. Nothing is downloaded.",
+    )
+    parser.add_argument("--quick", action="store_true", help="shorter prompts and answers")
+    parser.add_argument(
+        "--keep-serving",
+        action="store_true",
+        help="leave the server with offload up afterwards, until Ctrl-C",
+    )
+    parser.add_argument(
+        "--port", type=_port, default=0, help="port on 127.0.0.1 of the servers (default: a free one)"
+    )
+    parser.add_argument(
+        "--work-dir",
+        type=Path,
+        default=Path(".demo"),
+        help="for the checkpoint, the servers' logs and report.json (default: %(default)s)",
+    )
+    return parser.parse_args(arguments)
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{number} is not a port: 1 to 65535, or 0 for a free one")
+    return number
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the demo. Returns 0 when all tokens are equal and both servers ended cleanly, else another."""
+    options = parse_arguments(arguments)
+    console = Console(soft_wrap=False)
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
+    previous = {number: signal.signal(number, _terminate) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        return _demo(options, console)
+    except (ServerError, RequestError, OSError) as error:
+        console.print(f"kvoffload demo: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        console.print("Interrupted; the servers have been ended.")
+        return 128 + signal.SIGINT
+    except _Terminated as end:
+        return end.status
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _terminate(number: int, _frame: FrameType | None) -> None:
+    raise _Terminated(number)
+
+
+def _demo(options: argparse.Namespace, console: Console) -> int:
+    _check_vllm()
+    folder = options.work_dir.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    scale = QUICK if options.quick else FULL
+    with Stages(console) as stages:
+        with stages.stage("Building a random GLM-DSA checkpoint and its tokenizer"):
+            checkpoint = build_checkpoint(folder / MODEL, MODELS[MODEL])
+            asked = _steps(checkpoint, options.quick)
+        runs: list[RunResult] = []
+        for name, offload in (
+            ("without-offload", None),
+            ("with-offload", {"topk_buffer_size": scale.topk_buffer_size, "dram_size_per_dp_GB": 1}),
+        ):
+            server = ServerOptions(
+                checkpoint,
+                device_bytes=scale.device_bytes,
+                port=options.port or free_port(),
+                offload=offload,
+                max_model_len=scale.max_model_len,
+            )
+            keep = None
+            if offload is not None and options.keep_serving:
+                keep = _keep_serving(stages, runs[0])
+            runs.append(_run(stages, server, asked, folder / f"{name}.log", keep))
+    if not options.keep_serving:
+        print_table(console, *runs)
+    (folder / "report.json").write_text(json.dumps(as_json(*runs), indent=2) + "\n", encoding="utf-8")
+    return 0 if print_verdict(console, *runs) else 1
+
+
+def _check_vllm() -> None:
+    from vllm_kvoffload.plugin import SUPPORTED_VLLM_CPU, cpu_platform
+
+    if cpu_platform() is None:
+        raise ServerError(
+            f"the demo needs the CPU build of vLLM, version {SUPPORTED_VLLM_CPU}, in this environment; "
+            "`make setup` installs it"
+        )
+
+
+def _steps(checkpoint: Path, quick: bool) -> list[Step]:
+    from tokenizers import Tokenizer
+
+    tokenizer: Any = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    return steps(QUICK if quick else FULL, lambda text: tokenizer.encode(text).ids, tokenizer.decode)
+
+
+def _run(
+    stages: Stages, options: ServerOptions, asked: list[Step], log: Path, serving: _Serving | None
+) -> RunResult:
+    """One server's life: start, all steps, metrics, `serving` if any, end."""
+    label = "without" if options.offload is None else "with"
+    result = RunResult(options.device_bytes)
+    start_s = time.monotonic()
+    server = Server(command_line(options), log, options.port)
+    try:
+        with stages.stage(f"Starting a server {label} offload") as note:
+            server.wait_ready(START_DEADLINE_S, lambda: note("loading vLLM and the model"))
+            result.start_s = time.monotonic() - start_s
+            note("ready")
+        for step in asked:
+            with stages.stage(f"  {step.title}") as note:
+                _ask(server, step, result, note)
+        result.take_metrics(read_metrics(options.port, METRICS_DEADLINE_S))
+        if serving is not None:
+            serving(server, result)
+    except (ServerError, RequestError) as error:
+        raise type(error)(f"{error}\n--- end of {log} ---\n{server.tail()}") from error
+    finally:
+        with stages.stage(f"Ending the server {label} offload") as note:
+            result.end = server.stop(STOP_GRACE_S)
+            note("; ".join(result.end) or "clean")
+    return result
+
+
+def _ask(server: Server, step: Step, result: RunResult, note: Note) -> None:
+    """Sends a step's requests at once and waits for all answers, watching the server meanwhile."""
+    counts = dict.fromkeys((request.name for request in step.requests), 0)
+    start_s = time.monotonic()
+    # Not a context manager: that would wait for the threads. They end with the server at the latest.
+    pool = ThreadPoolExecutor(len(step.requests))
+    try:
+        futures = {
+            request.name: pool.submit(
+                send,
+                server.port,
+                request,
+                REQUEST_DEADLINE_S,
+                partial(counts.__setitem__, request.name),
+            )
+            for request in step.requests
+        }
+        pending = set(futures.values())
+        while pending:
+            done, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            server.check_alive()
+            if time.monotonic() - start_s > REQUEST_DEADLINE_S:
+                raise RequestError(f"{step.title}: not finished after {REQUEST_DEADLINE_S:.0f} s")
+            note(f"{sum(counts.values())} of {step.output_tokens} tokens")
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    result.step_s[step.key] = time.monotonic() - start_s
+    result.answers |= {name: future.result() for name, future in futures.items()}
+    prompt = sum(result.answers[name].prompt_tokens for name in futures)
+    output = sum(len(result.answers[name].token_ids) for name in futures)
+    note(f"{prompt:,} prompt tokens, {output} output tokens")
+
+
+def _keep_serving(stages: Stages, without: RunResult) -> _Serving:
+    def serve(server: Server, result: RunResult) -> None:
+        stages.pause()
+        console = stages.console
+        print_table(console, without, result)
+        print_verdict(console, without, result)
+        body = json.dumps({"model": MODEL_NAME, "prompt": "A hot pool", "max_tokens": 32, "temperature": 0})
+        console.print(
+            f"\nThe server with offload stays up. Try it:\n\n"
+            f"  curl http://{HOST}:{server.port}/v1/completions -H 'Content-Type: application/json' \\\n"
+            f"    -d '{body}'\n  curl -s http://{HOST}:{server.port}/metrics | grep kvoffload\n\n"
+            f"Its log: {server.log}\nCtrl-C ends it.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+        try:
+            while True:
+                server.check_alive()
+                time.sleep(0.5)
+        except KeyboardInterrupt:
+            console.print()
+
+    return serve

@@ -1,0 +1,253 @@
+"""One `vllm serve` of the demo: its command line, and a life that ends whatever happens.
+
+The server runs in a session of its own, so that Ctrl-C reaches the demo only, which then ends the server in
+order. `Server.stop` leaves neither a process nor a name in /dev/shm behind, and says if it had to help.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_kvoffload.config import SECTION
+from vllm_kvoffload.demo.processes import Process, mapped_segments, session_and_descendants
+
+HOST = "127.0.0.1"
+MODEL_NAME = "kvoffload-demo"
+TAIL_LINES = 25
+_POLL_S = 0.1
+_KILL_WAIT_S = 10.0
+_SOCKET_PATH_BYTES = 60
+"""Longest folder for vLLM's Unix sockets: with a UUID behind it, it must stay below 108 bytes."""
+
+
+class ServerError(RuntimeError):
+    """The server didn't start, or ended on its own."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What is served.
+
+    device_bytes: memory for KV. offload: `sparse_kv_offload_config` without its `enabled`, None for none.
+    port: of HOST.
+    """
+
+    checkpoint: Path
+    device_bytes: int
+    port: int
+    offload: Mapping[str, Any] | None = None
+    max_model_len: int = 8192
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 1024
+
+
+def command_line(options: ServerOptions) -> list[str]:
+    """The server's command, `vllm serve ...`, by this Python. The offload is one option of it."""
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(options.checkpoint)]
+    settings: dict[str, object] = {
+        "served-model-name": MODEL_NAME,
+        "host": HOST,
+        "port": options.port,
+        "dtype": "float32",
+        "max-model-len": options.max_model_len,
+        "max-num-seqs": options.max_num_seqs,
+        "max-num-batched-tokens": options.max_num_batched_tokens,
+        "kv-cache-memory-bytes": options.device_bytes,
+    }
+    for name, value in settings.items():
+        command += [f"--{name}", str(value)]
+    command += ["--enforce-eager", "--enable-prompt-tokens-details"]
+    if options.offload is not None:
+        section = {SECTION: {"enabled": True, **options.offload}}
+        command += ["--additional-config", json.dumps(section)]
+    return command
+
+
+def environment(base: Mapping[str, str], temporary: Path) -> dict[str, str]:
+    """The server's environment: `base`, without what would change the demo, and offline.
+
+    `temporary` receives vLLM's sockets and scratch files.
+    """
+    unwanted = ("PROMETHEUS_MULTIPROC_DIR", "VLLM_API_KEY", "VLLM_PLUGINS", "VLLM_RPC_BASE_PATH")
+    kept = {name: value for name, value in base.items() if name not in unwanted}
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM's default leaves one of two cores idle
+        "OMP_WAIT_POLICY": "passive",  # spinning threads starve the offload's streams on few cores
+        # one helper for log-probabilities would be compiled at the first request, for half a minute
+        "TORCHDYNAMO_DISABLE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **kept,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": str(temporary),
+    }
+
+
+def free_port() -> int:
+    """A port of HOST that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """A server process and all it starts.
+
+    Args:
+        command: absolute path of the program and its arguments. Start it from the main thread: the server
+            is told to end when the thread that started it does.
+        log: file that takes its output, replaced; its folder is the server's working directory.
+        port: of HOST, where /health answers when it is ready.
+    """
+
+    def __init__(self, command: list[str], log: Path, port: int) -> None:
+        self.log, self.port = log, port
+        folder = log.parent / f"{log.stem}.tmp"
+        self._temporary = folder
+        if len(os.fsencode(folder)) > _SOCKET_PATH_BYTES:
+            self._temporary = Path(tempfile.mkdtemp(prefix="kvoffload-demo-"))
+        shutil.rmtree(folder, ignore_errors=True)  # of a demo that was killed
+        self._temporary.mkdir(exist_ok=True)
+        self._known: dict[Process, str] = {}
+        self._segments: set[Path] = set()
+        guard = [sys.executable, "-m", "vllm_kvoffload.demo.launch", str(os.getpid())]
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                guard + command,
+                cwd=log.parent,
+                env=environment(os.environ, self._temporary),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the process, which leads its session."""
+        return self._process.pid
+
+    def check_alive(self) -> None:
+        """Raises ServerError when the server has ended."""
+        ended = self._ended()
+        if ended is not None:
+            raise ServerError(f"the server ended on its own, exit status {ended}")
+
+    def wait_ready(self, deadline_s: float, on_wait: Callable[[], None] = lambda: None) -> None:
+        """Returns when /health answers 200; calls `on_wait` a few times a second until then.
+
+        Raises ServerError after `deadline_s`, or when the server ends.
+        """
+        end_s = time.monotonic() + deadline_s
+        while not self._healthy():
+            self.check_alive()
+            if time.monotonic() >= end_s:
+                raise ServerError(f"the server was not ready after {deadline_s:.0f} s")
+            on_wait()
+            time.sleep(_POLL_S)
+        self._look()
+
+    def tail(self, lines: int = TAIL_LINES) -> str:
+        """The end of its log."""
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def stop(self, grace_s: float) -> list[str]:
+        """Ends the server: SIGTERM, and SIGKILL for whatever is there after `grace_s`. Idempotent.
+
+        Returns what was not as it should be, one line each; empty after a clean end. An interrupt meanwhile
+        skips the grace.
+        """
+        if self._process.returncode is not None:
+            return []
+        self._look()
+        problems = []
+        try:
+            died = self._ended()
+            if died is not None:
+                problems.append(f"it had ended before, exit status {died}")
+            else:
+                os.kill(self.pid, signal.SIGTERM)
+            left = self._wait_gone(grace_s)
+            if left:
+                problems.append(f"still there after {grace_s:.0f} s, killed: {_names(left)}")
+        finally:
+            left = self._kill()
+            status = self._process.wait() if not left else -1  # reaped last: till then the pid is ours
+            leaked = [path for path in sorted(self._segments) if path.exists()]
+            for path in leaked:
+                path.unlink(missing_ok=True)
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        if left:
+            problems.append(f"could not be killed: {_names(left)}")
+        elif status not in (0, -signal.SIGTERM) and not problems:
+            problems.append(f"exit status {status}")
+        if leaked:
+            problems.append(f"left in shared memory, removed: {', '.join(map(str, leaked))}")
+        return problems
+
+    def _healthy(self) -> bool:
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=5.0)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == http.client.OK
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _ended(self) -> int | None:
+        """Exit status (negative: signal) once the process has ended, without reaping it."""
+        if self._process.returncode is not None:
+            return self._process.returncode
+        info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if info is None:
+            return None
+        return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+    def _look(self) -> dict[Process, str]:
+        """Its live processes; remembers them, and the shared memory they map."""
+        alive = session_and_descendants(self.pid, self._known)
+        self._known |= alive
+        self._segments |= mapped_segments(alive)
+        return alive
+
+    def _wait_gone(self, deadline_s: float) -> dict[Process, str]:
+        """Waits until no process is left; returns those that are at the deadline."""
+        end_s = time.monotonic() + deadline_s
+        while alive := self._look():
+            if time.monotonic() >= end_s:
+                break
+            time.sleep(_POLL_S)
+        return alive
+
+    def _kill(self) -> dict[Process, str]:
+        end_s = time.monotonic() + _KILL_WAIT_S
+        alive = self._look()
+        while alive and time.monotonic() < end_s:
+            for process in alive:
+                try:
+                    os.kill(process.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            alive = self._wait_gone(1.0)
+        return alive
+
+
+def _names(processes: Mapping[Process, str]) -> str:
+    return ", ".join(f"{name} (pid {process.pid})" for process, name in processes.items())

@@ -1,0 +1,74 @@
+"""What the demo asks: steps of one or more requests, all made from the packaged text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_kvoffload.demo import prompts
+from vllm_kvoffload.demo.client import Request
+
+SHORT, LONG, PAIR, CHAT, AGAIN = "short", "long", "pair", "chat", "again"
+"""Keys of the steps; they are also the names of their requests, the pair's with -1 and -2."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of a demo, in tokens where not said otherwise.
+
+    The device budget is such that, without offload, the pair needs nearly all of it: the long prompt's
+    blocks are gone when it is asked again.
+    """
+
+    long_tokens: int
+    pair_tokens: int
+    answer_tokens: int
+    chat_characters: int
+    max_model_len: int
+    device_bytes: int
+    topk_buffer_size: int = 512
+
+
+FULL = Scale(4000, 5000, 64, 3000, 8192, 48 << 20)
+QUICK = Scale(1500, 1800, 16, 1000, 4096, 20 << 20)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Requests that are sent together; the next step waits for all of them."""
+
+    key: str
+    title: str
+    requests: tuple[Request, ...]
+
+    @property
+    def output_tokens(self) -> int:
+        """Most tokens that its answers have together."""
+        return sum(request.max_tokens for request in self.requests)
+
+
+def steps(scale: Scale, encode: prompts.Encoder, decode: Callable[[list[int]], str]) -> list[Step]:
+    """The demo's steps in order. `encode` and `decode` are the served model's tokenizer."""
+
+    def essay(tokens: int, seed: int) -> str:
+        return decode(prompts.token_prompt(encode, tokens, seed))
+
+    answer = scale.answer_tokens
+    long = essay(scale.long_tokens, seed=1)
+    pair = tuple(
+        Request(f"{PAIR}-{seed - 1}", essay(scale.pair_tokens, seed), answer, stream=True) for seed in (2, 3)
+    )
+    follow_up = f"{long}\n\n{prompts.QUESTIONS[1]}\n\n"
+    return [
+        Step(SHORT, "a short question", (Request(SHORT, prompts.QUESTIONS[0], answer),)),
+        Step(LONG, "a long prompt, streamed", (Request(LONG, long, answer, stream=True),)),
+        Step(PAIR, "two long prompts at once, streamed", pair),
+        Step(
+            CHAT,
+            "a chat about the text",
+            (Request(CHAT, prompts.chat(3, scale.chat_characters, seed=4), answer),),
+        ),
+        Step(
+            AGAIN, "the first long prompt and a question", (Request(AGAIN, follow_up, answer, stream=True),)
+        ),
+    ]
