@@ -6,12 +6,13 @@ Models without ``index_topk`` behave exactly as on vLLM's own CPU platform.
 from __future__ import annotations
 
 import os
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms.cpu import CpuPlatform
 
 from vllm_kvoffload.config import (
+    GIB,
+    SECTION,
     ConfigError,
     EngineFacts,
     SparseOffloadConfig,
@@ -19,17 +20,17 @@ from vllm_kvoffload.config import (
     validate_sparse_offload,
 )
 from vllm_kvoffload.geometry import KVGeometry
-from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.platforms.refusal import refuse
 from vllm_kvoffload.sparse.capacity import CapacityInputs, CapacityPlan, plan_capacity
+from vllm_kvoffload.sparse.machine_memory import memory_limits, ram_limits
+from vllm_kvoffload.sparse.segment import SHM_DIR
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-logger = get_logger(__name__)
-
 WORKER = "vllm_kvoffload.platforms.cpu.worker.KVOffloadCPUWorker"
+MEMORY_CHECKED = "KVOFFLOAD_MEMORY_CHECKED"
 SPARSE_BACKEND = "vllm_kvoffload.platforms.cpu.attention.CPUSparseMLABackend"
 
 
@@ -87,12 +88,6 @@ def share_index(vllm_config: VllmConfig) -> None:
     """Resolves which layers have an indexer, and says it to vLLM in the one spelling it reads."""
     geometry = model_geometry(vllm_config)
     vllm_config.model_config.hf_text_config.index_topk_pattern = geometry.index_topk_pattern
-    _log_geometry(geometry.describe())
-
-
-@lru_cache(maxsize=1)  # vLLM checks a configuration several times in one process
-def _log_geometry(description: str) -> None:
-    logger.info("%s", description)
 
 
 def model_geometry(vllm_config: VllmConfig) -> KVGeometry:
@@ -112,9 +107,34 @@ def check_offload(vllm_config: VllmConfig, index_topk: int | None) -> None:
         validate_sparse_offload(config, engine_facts(vllm_config, index_topk))
         device_bytes = vllm_config.cache_config.kv_cache_memory_bytes
         if config.enabled and device_bytes is not None:
-            capacity_of(vllm_config, config, device_bytes)
+            plan = capacity_of(vllm_config, config, device_bytes)
+            # vLLM checks a configuration again, also in child processes, once the engine has its memory:
+            # only the first time is that memory still free.
+            if os.environ.setdefault(MEMORY_CHECKED, str(os.getpid())) == str(os.getpid()):
+                os.environ[MEMORY_CHECKED] = "done"
+                check_machine_memory(plan)
     except ConfigError as error:
         refuse(error)
+
+
+def check_machine_memory(plan: CapacityPlan) -> None:
+    """Refuses pools that this machine can't hold: the host pool, and "device" memory, plain memory here.
+
+    Raises:
+        ConfigError: naming the limit that is too low.
+    """
+    for limit in memory_limits(SHM_DIR):
+        if plan.host_bytes > limit.available_bytes:
+            rule = f"the host pool needs {plan.host_bytes} bytes; {limit.what}: {limit.available_bytes}"
+            raise ConfigError(f"{SECTION}.dram_size_per_dp_GB", plan.host_bytes // GIB, rule, limit.fix)
+    for limit in ram_limits():
+        needed = plan.host_bytes + plan.device_bytes
+        if needed > limit.available_bytes:
+            rule = (
+                f"host pool and device KV, both in memory on CPU, need {needed} bytes; "
+                f"{limit.what}: {limit.available_bytes}"
+            )
+            raise ConfigError("kv_cache_memory_bytes", plan.device_bytes, rule, limit.fix)
 
 
 def offload_options(vllm_config: VllmConfig) -> SparseOffloadConfig:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.platforms.cpu.offload import log_capacity, offload_config
-from vllm_kvoffload.platforms.cpu.platform import capacity_of
+from vllm_kvoffload.platforms.cpu.platform import capacity_of, model_geometry
 from vllm_kvoffload.platforms.cpu.runner import KVOffloadCPUModelRunner
+
+logger = get_logger(__name__)
 
 
 class KVOffloadCPUWorker(CPUWorker):
@@ -22,6 +25,8 @@ class KVOffloadCPUWorker(CPUWorker):
         super().init_device()  # type: ignore[no-untyped-call]
         if self.use_v2_model_runner:
             raise NotImplementedError("vllm-kvoffload needs Model Runner V1: unset VLLM_USE_V2_MODEL_RUNNER")
+        if self.rank == 0:
+            logger.info("%s", model_geometry(self.vllm_config).describe())
         self.model_runner = KVOffloadCPUModelRunner(self.vllm_config, torch.device("cpu"))
 
     def determine_available_memory(self) -> int:
