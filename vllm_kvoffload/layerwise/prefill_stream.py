@@ -66,6 +66,8 @@ class PrefillStream:
         self._loaded.clear()
         self._next = 0
         if requests:
+            if any(request.computed and not request.late for request in requests):
+                self._store.await_ranks()  # the loads don't wait for the step's first collective
             for job in range(min(len(self._buffers), self._num_jobs)):
                 self._prefetch(job)
 

@@ -3,7 +3,8 @@
 A row is written once, by TP rank 0, on the ``d2h`` stream. Three readers must not come too early:
 
 - the next step: :meth:`HostStore.begin_step` joins all writes of the previous one;
-- another TP rank in the next step: it can't pass that step's first collective before rank 0 has joined;
+- another TP rank in the next step: it can't pass that step's first collective before rank 0 has joined.
+  Whoever reads before that collective calls :meth:`HostStore.await_ranks`;
 - a request that hit a prefix which another request computes *in the same step*: vLLM publishes block hashes
   when it schedules, not when the rows exist. Such readers call :meth:`HostStore.await_layer` first.
 """
@@ -72,10 +73,14 @@ class HostStore:
         self._written[layer] = self._stream.record(f"host rows of layer {layer}")
         self.bytes_written += rows.numel()
 
+    def await_ranks(self) -> None:
+        """Waits until every rank has begun the step: all rows of earlier steps are then in the host pool."""
+        if self._barrier is not None:
+            self._barrier()
+
     def await_layer(self, layer: int) -> None:
         """Waits until this step's rows of a layer are in the host pool, on every rank."""
         event = self._written[layer]
         if event is not None:
             event.wait(self._deadline_s)
-        if self._barrier is not None:
-            self._barrier()
+        self.await_ranks()
