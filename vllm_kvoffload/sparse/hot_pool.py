@@ -63,6 +63,12 @@ class HotPool:
         for pool in self.groups:
             pool.residency.reset_row(row)
 
+    def forget_beyond(self, row: int, length: int) -> None:
+        """Empties a row of every group that may hold tokens at positions ``length`` and up."""
+        for pool in self.groups:
+            if pool.residency.high[row] > length:
+                pool.residency.reset_row(row)
+
     @property
     def nbytes(self) -> int:
         """Device bytes of the hot rows and of the residencies."""

@@ -129,6 +129,7 @@ class SparseKVManager:
         decode = np.flatnonzero(is_decode)
         prefill = tuple(int(n) for n in np.flatnonzero(~is_decode))
         self._step = self._sort(batch, decode, prefill, bool(late[decode].any()))
+        self._forget_rewritten(batch, prefill)
         self._seen.update(batch.req_ids)
         self._stats.decode_steps += bool(decode.size)
         if self._streams_prefill:
@@ -139,7 +140,7 @@ class SparseKVManager:
     def _sort(
         self, batch: StepBatch, decode: npt.NDArray[np.int64], prefill: tuple[int, ...], late: bool
     ) -> StepState:
-        rows = np.array([self._row(batch.req_ids[n]) for n in decode], dtype=np.int32)
+        rows = np.array([self._row(batch.req_ids[n], batch) for n in decode], dtype=np.int32)
         lengths = batch.query_lens[decode]
         start_loc = np.zeros(len(decode) + 1, dtype=np.int32)
         np.cumsum(lengths, out=start_loc[1:])
@@ -157,12 +158,35 @@ class SparseKVManager:
             decode_block_table=batch.block_table[torch.from_numpy(decode)].contiguous(),
         )
 
-    def _row(self, req_id: str) -> int:
+    def _row(self, req_id: str, batch: StepBatch) -> int:
         lease = self.rows.lookup(req_id)
         if lease is None:
+            if not self.rows.num_free:
+                self._free_idle_row(batch)
             lease = self.rows.acquire(req_id)
             self.hot.reset_row(lease.row)
         return lease.row
+
+    def _forget_rewritten(self, batch: StepBatch, prefill: tuple[int, ...]) -> None:
+        """Drops hot rows that a prefill makes stale; for decode the plan does this (I-2).
+
+        A session that goes on with a long input prefills over the positions of its last rejected drafts.
+        """
+        for n in prefill:
+            lease = self.rows.lookup(batch.req_ids[n])
+            if lease is not None:
+                self.hot.forget_beyond(lease.row, int(batch.computed[n]))
+
+    def _free_idle_row(self, batch: StepBatch) -> None:
+        """Takes a row from a request that doesn't run now, the one that got its row first.
+
+        A session that waits for more input is neither running nor finished: it doesn't count against
+        max_num_seqs, but has a row. Losing it costs a cold start, nothing else.
+        """
+        active = set(batch.req_ids)
+        idle = next((req_id for req_id in self.rows.live if req_id not in active), None)
+        if idle is not None:
+            self.rows.release(idle)
 
     def _late_requests(self, batch: StepBatch) -> npt.NDArray[np.bool_]:
         """Which requests have a prefix that another request writes in this step.
