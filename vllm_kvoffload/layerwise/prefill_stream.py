@@ -8,12 +8,13 @@ stream; a buffer is refilled only after the job that used it has closed it.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from vllm_kvoffload import ops
-from vllm_kvoffload.runtime.base import Event, Runtime
+from vllm_kvoffload.runtime.base import Event, Runtime, TaskFailedError
 from vllm_kvoffload.sparse.host_store import HostStore
 
 STREAM = "h2d"
@@ -57,13 +58,11 @@ class PrefillStream:
     def begin_step(self, requests: list[PrefillRequest]) -> None:
         """Starts the first loads of a step's prefill requests.
 
-        A step that failed half-way may have left loads behind: they are joined first, since they read
-        blocks that may belong to someone else now.
+        Raises:
+            WaitTimeoutError: loads of a failed step are stuck.
         """
-        for event in self._loaded.values():
-            event.wait(self._deadline_s)
+        self._settle()
         self._requests = requests
-        self._loaded.clear()
         self._next = 0
         if requests:
             if any(request.computed and not request.late for request in requests):
@@ -71,17 +70,42 @@ class PrefillStream:
             for job in range(min(len(self._buffers), self._num_jobs)):
                 self._prefetch(job)
 
+    def _settle(self) -> None:
+        """Joins what a step that failed half-way left behind: its loads would fill buffers in use by then.
+
+        Nobody will read those buffers, so failed loads are forgotten.
+        """
+        for event in self._loaded.values():
+            with suppress(TaskFailedError):
+                event.wait(self._deadline_s)
+        self._loaded.clear()
+        if self._next < self._num_jobs:
+            self._stream.recover()
+
     def open(self, layer: int, index: int) -> torch.Tensor:
-        """Buffer, uint8 [max_tokens, row_bytes], with the prefix of the step's ``index``-th request."""
+        """Buffer, uint8 [max_tokens, row_bytes], with the prefix of the step's ``index``-th request.
+
+        Raises:
+            RuntimeError: out of order, or there are no buffers.
+            TaskFailedError, WaitTimeoutError: the prefix could not be loaded.
+        """
+        if not len(self._buffers):
+            raise RuntimeError(
+                "a request came to be prefilled, but this engine has no prefill buffers: with KV transfer "
+                "configured it takes only requests whose KV arrives by transfer"
+            )
         job = layer * len(self._requests) + index
         if job != self._next:
             raise RuntimeError(
                 f"prefill job {job} (layer {layer}, request {index}) out of order: expected {self._next}"
             )
-        if job not in self._loaded:  # a late prefix: its rows exist only now
+        if self._requests[index].late:  # its rows exist only now
             self._store.await_layer(layer)
             self._load(job)
-        self._loaded.pop(job).wait(self._deadline_s)
+        event = self._loaded.get(job)
+        if event is not None:
+            event.wait(self._deadline_s)
+            del self._loaded[job]  # only now: a load that is stuck must be joined before its buffer is reused
         return self._buffers[job % len(self._buffers)]
 
     def close(self) -> None:
@@ -107,6 +131,8 @@ class PrefillStream:
     def _load(self, job: int) -> None:
         layer, index = divmod(job, len(self._requests))
         request = self._requests[index]
+        if not request.computed:
+            return
         target = self._buffers[job % len(self._buffers)][: request.computed]
         source = self._store.layers[layer]
         self._stream.submit(

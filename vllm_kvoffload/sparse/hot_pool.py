@@ -18,11 +18,13 @@ class GroupPool:
         group: the layers.
         residency: which token is in which slot of which row.
         plan: output of the step's plan, reused by every layer of the group.
+        unserved: layers that still have to fetch what the last plan made resident.
     """
 
     group: IndexGroup
     residency: ops.Residency
     plan: ops.PlanOut
+    unserved: int = 0
 
 
 class HotPool:

@@ -33,22 +33,38 @@ DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)
+class PrefillSpan:
+    """A prefilling request of a step: batch index, query tokens ``start .. stop``, and its length in tokens
+    before and after the step."""
+
+    request: int
+    start: int
+    stop: int
+    computed: int
+    length: int
+
+
+@dataclass(frozen=True)
 class StepState:
     """A step's batch, sorted. N' decoding requests with T' query tokens in all.
 
     Attributes:
-        decode: batch indices of the decoding requests; prefill: of the others.
+        decode: batch indices of the decoding requests; prefill: the others.
         decode_late: whether a decoding request's prefix is written in this very step.
+        fresh: requests that had not run before.
         decode_tokens: int64 [T'] query tokens of the step; token_rows: int32 [T'] their rows.
+        first_slots: int64 [T', 1] flat number of the first slot of each token's row.
         decode_start_loc: int32 [N'+1]; decode_seq_lens, decode_rows: int32 [N'].
         decode_block_table: int32 [N', B].
     """
 
     decode: npt.NDArray[np.int64]
-    prefill: tuple[int, ...]
+    prefill: tuple[PrefillSpan, ...]
     decode_late: bool
+    fresh: tuple[str, ...]
     decode_tokens: torch.Tensor
     token_rows: torch.Tensor
+    first_slots: torch.Tensor
     decode_start_loc: torch.Tensor
     decode_seq_lens: torch.Tensor
     decode_rows: torch.Tensor
@@ -103,6 +119,9 @@ class SparseKVManager:
         self._streams_prefill = prefill_buffers > 0
         self._seen: set[str] = set()
         self._step: StepState | None = None
+        self._step_done = True
+        self._planned = -1  # the group whose plan and indices are in use
+        self._indices = torch.empty(0)
 
     @property
     def stats(self) -> OffloadStats:
@@ -122,36 +141,66 @@ class SparseKVManager:
         return OffloadedKV(self, layer, device)
 
     def begin_step(self, batch: StepBatch) -> None:
-        """Sorts a batch and prepares its copies. Called once before the first layer runs."""
+        """Sorts a batch and prepares its copies. Called once before the first layer runs.
+
+        The step before may have failed anywhere in its forward pass; the same batch may then come again.
+
+        Raises:
+            TaskFailedError: a host write of an earlier step failed. Its rows are lost, so this stays.
+            WaitTimeoutError: copies of an earlier step are stuck.
+        """
         self.store.begin_step()
-        late = self._late_requests(batch)
-        is_decode = batch.query_lens <= self.max_query_len
-        decode = np.flatnonzero(is_decode)
-        prefill = tuple(int(n) for n in np.flatnonzero(~is_decode))
-        self._step = self._sort(batch, decode, prefill, bool(late[decode].any()))
-        self._forget_rewritten(batch, prefill)
-        self._seen.update(batch.req_ids)
-        self._stats.decode_steps += bool(decode.size)
+        self._settle()
+        fresh = tuple(req_id for req_id in batch.req_ids if req_id not in self._seen)
+        late = self._late_requests(batch, fresh)
+        self._step = self._sort(batch, fresh, late)
+        self._step_done = False
+        self._seen.update(fresh)
+        self._forget_rewritten(batch)
+        self._stats.decode_steps += bool(self._step.decode.size)
         if self._streams_prefill:
             self.prefill.begin_step(
-                [PrefillRequest(int(batch.computed[n]), batch.block_table[n], bool(late[n])) for n in prefill]
+                [
+                    PrefillRequest(span.computed, batch.block_table[span.request], bool(late[span.request]))
+                    for span in self._step.prefill
+                ]
             )
 
-    def _sort(
-        self, batch: StepBatch, decode: npt.NDArray[np.int64], prefill: tuple[int, ...], late: bool
-    ) -> StepState:
+    def _settle(self) -> None:
+        """Undoes what a step that failed half-way left behind, so that its requests can run again.
+
+        A plan marks rows as resident before the group's layers have fetched them.
+        """
+        for pool in self.hot.groups:
+            if pool.unserved:
+                for row in self.step.decode_rows.tolist():
+                    pool.residency.reset_row(row)
+                pool.unserved = 0
+        self._planned = -1
+        if not self._step_done:
+            self._seen.difference_update(self.step.fresh)
+            self._step_done = True
+
+    def _sort(self, batch: StepBatch, fresh: tuple[str, ...], late: npt.NDArray[np.bool_]) -> StepState:
+        is_decode, computed = batch.query_lens <= self.max_query_len, batch.computed
+        decode, starts = np.flatnonzero(is_decode), batch.query_start_loc
         rows = np.array([self._row(batch.req_ids[n], batch) for n in decode], dtype=np.int32)
         lengths = batch.query_lens[decode]
         start_loc = np.zeros(len(decode) + 1, dtype=np.int32)
         np.cumsum(lengths, out=start_loc[1:])
-        first = batch.query_start_loc[decode]
-        tokens = np.repeat(first - start_loc[:-1], lengths) + np.arange(start_loc[-1])
+        tokens = np.repeat(starts[decode] - start_loc[:-1], lengths) + np.arange(start_loc[-1])
+        token_rows = torch.from_numpy(np.repeat(rows, lengths))
         return StepState(
             decode=decode,
-            prefill=prefill,
-            decode_late=late,
+            prefill=tuple(
+                PrefillSpan(n, int(starts[n]), int(starts[n + 1]), int(computed[n]), int(batch.seq_lens[n]))
+                for n in np.flatnonzero(~is_decode).tolist()
+            ),
+            decode_late=bool(late[decode].any()),
+            fresh=fresh,
             decode_tokens=torch.from_numpy(tokens.astype(np.int64)),
-            token_rows=torch.from_numpy(np.repeat(rows, lengths)),
+            token_rows=token_rows,
+            first_slots=(token_rows.long() * self.hot.num_slots).unsqueeze(1),
             decode_start_loc=torch.from_numpy(start_loc),
             decode_seq_lens=torch.from_numpy(np.ascontiguousarray(batch.seq_lens[decode])),
             decode_rows=torch.from_numpy(rows),
@@ -167,15 +216,15 @@ class SparseKVManager:
             self.hot.reset_row(lease.row)
         return lease.row
 
-    def _forget_rewritten(self, batch: StepBatch, prefill: tuple[int, ...]) -> None:
+    def _forget_rewritten(self, batch: StepBatch) -> None:
         """Drops hot rows that a prefill makes stale; for decode the plan does this (I-2).
 
         A session that goes on with a long input prefills over the positions of its last rejected drafts.
         """
-        for n in prefill:
-            lease = self.rows.lookup(batch.req_ids[n])
+        for span in self.step.prefill:
+            lease = self.rows.lookup(batch.req_ids[span.request])
             if lease is not None:
-                self.hot.forget_beyond(lease.row, int(batch.computed[n]))
+                self.hot.forget_beyond(lease.row, span.computed)
 
     def _free_idle_row(self, batch: StepBatch) -> None:
         """Takes a row from a request that doesn't run now, the one that got its row first.
@@ -188,45 +237,68 @@ class SparseKVManager:
         if idle is not None:
             self.rows.release(idle)
 
-    def _late_requests(self, batch: StepBatch) -> npt.NDArray[np.bool_]:
+    @staticmethod
+    def _late_requests(batch: StepBatch, fresh: tuple[str, ...]) -> npt.NDArray[np.bool_]:
         """Which requests have a prefix that another request writes in this step.
 
         Only a request's first step can: afterwards its prefix is its own, or was complete before.
         """
         late = np.zeros(batch.num_requests, dtype=np.bool_)
-        computed = batch.computed
-        fresh = [n for n, req_id in enumerate(batch.req_ids) if req_id not in self._seen and computed[n]]
         if not fresh or batch.num_requests == 1:
             return late
+        names, computed = set(fresh), batch.computed
         written = batch.slot_mapping.numpy() // batch.block_size
-        for n in fresh:
-            prefix = batch.block_table[n, : -(-int(batch.computed[n]) // batch.block_size)].numpy()
+        for n, req_id in enumerate(batch.req_ids):
+            if req_id not in names or not computed[n]:
+                continue
+            prefix = batch.block_table[n, : -(-int(computed[n]) // batch.block_size)].numpy()
             own = np.zeros(len(written), dtype=np.bool_)
             own[batch.query_start_loc[n] : batch.query_start_loc[n + 1]] = True
             late[n] = bool(np.isin(prefix, written[~own]).any())
         return late
 
-    def plan_group(self, layer: int, topk: torch.Tensor) -> GroupPool:
-        """The plan of a layer's index group; made when its owner asks, reused by the followers."""
+    def plan_group(self, layer: int, topk: torch.Tensor) -> tuple[GroupPool, torch.Tensor]:
+        """The plan of a layer's index group, and the flat hot row of every chosen position, int64 [T', K],
+        -1 for none. Made when the group's owner asks, reused by the followers.
+
+        Raises:
+            RuntimeError: a follower asks, but its group's plan isn't the last that was made in this step.
+        """
         group = self.geometry.group_of(layer)
         pool = self.hot.groups[group.index]
         if group.owner == layer:
-            step = self.step
-            ops.dsa_plan(
-                topk[step.decode_tokens],
-                step.decode_start_loc,
-                step.decode_seq_lens,
-                step.decode_rows,
-                pool.residency,
-                pool.plan,
-                self.hot.workspace,
+            self._plan(pool, topk)
+            self._planned = group.index
+        elif self._planned != group.index:
+            raise RuntimeError(
+                f"layer {layer} runs, but layer {group.owner} has not chosen for it in this step"
             )
-            hits, misses, new, displaced = pool.plan.stats[:4].tolist()
-            self._stats.hits += hits
-            self._stats.misses += misses
-            self._stats.new_rows += new
-            self._stats.displaced += displaced
-        return pool
+        return pool, self._indices
+
+    def _plan(self, pool: GroupPool, topk: torch.Tensor) -> None:
+        step, plan = self.step, pool.plan
+        ops.dsa_plan(
+            topk[step.decode_tokens],
+            step.decode_start_loc,
+            step.decode_seq_lens,
+            step.decode_rows,
+            pool.residency,
+            plan,
+            self.hot.workspace,
+        )
+        pool.unserved = len(pool.group.layers)
+        slots = plan.slots[: len(step.decode_tokens)]
+        self._indices = (slots + step.first_slots).masked_fill_(slots < 0, -1)
+        hits, misses, new, displaced = plan.stats[:4].tolist()
+        self._stats.hits += hits
+        self._stats.misses += misses
+        self._stats.new_rows += new
+        self._stats.displaced += displaced
+
+    def finish_layer(self, layer: int) -> None:
+        """Attention of a layer is done in this step."""
+        if layer == self.geometry.num_target_layers - 1:
+            self._step_done = True
 
     def release(self, req_ids: Iterable[str]) -> None:
         """Frees the rows of requests that finished, were aborted or preempted. Unknown ids are fine."""

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from vllm_kvoffload.sparse.manager import SparseKVManager
 
 
+_NO_ROWS = torch.empty(0)
+
+
 class OffloadedKV:
     """A :class:`~vllm_kvoffload.sparse.step.LayerKV` over host pool, hot pool and prefill buffers.
 
@@ -29,7 +32,7 @@ class OffloadedKV:
         self._manager = manager
         self._layer = layer
         self._device = device
-        self._new_rows = torch.empty(0)
+        self._new_rows = _NO_ROWS
 
     def append(self, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         self._new_rows = rows
@@ -41,26 +44,24 @@ class OffloadedKV:
         step = self._manager.step
         if step.decode.size:
             yield self._decode_part(topk, batch)
-        for index, request in enumerate(step.prefill):
-            start, stop = int(batch.query_start_loc[request]), int(batch.query_start_loc[request + 1])
-            tokens = torch.arange(start, stop)
+        for index, span in enumerate(step.prefill):
+            choice = topk[span.start : span.stop]
+            tokens = torch.arange(span.start, span.stop)
             if self._device is not None:
-                tables = batch.block_table[request].expand(stop - start, -1)
-                indices = physical_rows(topk[start:stop], tables, batch.block_size)
-                yield AttendPart(tokens, self._device.rows, indices)
+                tables = batch.block_table[span.request].expand(len(tokens), -1)
+                yield AttendPart(tokens, self._device.rows, physical_rows(choice, tables, batch.block_size))
                 continue
-            stream = self._manager.prefill
-            rows = stream.open(self._layer, index).view(self._new_rows.dtype)
-            try:
-                computed, length = int(batch.computed[request]), int(batch.seq_lens[request])
-                rows[computed:length] = self._new_rows[start:stop]
-                yield AttendPart(tokens, rows[:length], topk[start:stop])
-            finally:
-                stream.close()
+            rows = self._manager.prefill.open(self._layer, index).view(self._new_rows.dtype)
+            rows[span.computed : span.length] = self._new_rows[span.start : span.stop]
+            yield AttendPart(tokens, rows[: span.length], choice)
+            # Not in a `finally`: there is nothing to load ahead for a step whose attention failed.
+            self._manager.prefill.close()
+        self._new_rows = _NO_ROWS  # 78 layers' rows of a long prefill are as big as what offload saves
+        self._manager.finish_layer(self._layer)
 
     def _decode_part(self, topk: torch.Tensor, batch: StepBatch) -> AttendPart:
         manager, step = self._manager, self._manager.step
-        pool = manager.plan_group(self._layer, topk)
+        pool, indices = manager.plan_group(self._layer, topk)
         if step.decode_late:
             manager.store.await_layer(self._layer)
         hot = manager.hot.layers[self._layer]
@@ -78,9 +79,7 @@ class OffloadedKV:
         new_rows = self._new_rows[step.decode_tokens]
         count = len(step.decode_tokens)
         ops.write_rows(hot, step.token_rows, new_rows.view(torch.uint8), plan.new_slots[:count])
-        slots = plan.slots[:count].long()
-        indices = slots + (step.token_rows.long() * manager.hot.num_slots).unsqueeze(1)
-        indices.masked_fill_(slots < 0, -1)
+        pool.unserved -= 1
         part = AttendPart(step.decode_tokens, hot.view(self._new_rows.dtype).flatten(0, 1), indices)
         if self._device is not None:
             self._compare(part, topk, batch)

@@ -1,0 +1,349 @@
+"""The offload core as a whole, without vLLM: random programs under random delays, and planted bugs.
+
+Every row that attention gets is compared with the one it asked for, whatever scheduling, preemption, prefix
+caching, rejected drafts, failing steps and side streams did before.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from manager_model import Scheduler, Setup, make_plans
+from manager_programs import Boom, Rank, WrongRowError, run_failing_program, run_program, run_rank_pair
+
+from vllm_kvoffload import ops
+from vllm_kvoffload.layerwise.prefill_stream import PrefillStream
+from vllm_kvoffload.runtime import CpuRuntime, DelayPlan
+from vllm_kvoffload.sparse.host_store import HostStore
+from vllm_kvoffload.sparse.hot_pool import HotPool
+from vllm_kvoffload.sparse.manager import SparseKVManager
+from vllm_kvoffload.sparse.offloaded import OffloadedKV
+from vllm_kvoffload.sparse.rows import RowError
+
+pytestmark = pytest.mark.timeout(300)
+
+POLICIES = ("fifo", "clock", "rrip")
+SEEDS = range(15)
+
+
+def setup_for(seed: int) -> Setup:
+    """A setup for each seed: both widths of a set, all policies, hot pools from the least that must do."""
+    rng = random.Random(seed)
+    ways, drafts = (16, 32)[seed % 2], (0, 1, 3, 0)[seed % 4]
+    topk = 32 // (1 + drafts) if ways == 32 else 16
+    least = topk * (1 + drafts)
+    return Setup(
+        index_topk=topk,
+        ways=ways,
+        slots=least * (1, 1, 2, 4)[seed // 4 % 4],
+        policy=POLICIES[seed % 3],
+        drafts=drafts,
+        mtp_layers=rng.randint(0, 1) if drafts else 0,
+        pattern=rng.choice(["FSFSS", "FFF", "FSSS", "F"]),
+        prefill_buffers=rng.choice([1, 2, 3]),
+        reuse_newest=rng.random() < 0.5,
+        hold_ms=rng.choice([0.0, 1.0]),
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+# ------------------------------------------------------------------------------------------- the real code
+
+
+def test_programs_get_their_rows_and_leave_nothing_behind() -> None:
+    log: Counter[str] = Counter()
+    for seed in SEEDS:
+        log.update(run_program(setup_for(seed), seed))
+    # The programs did go through what this is about.
+    for what in ("late", "preempted", "rejected", "aborted", "finished", "idle", "resumed"):
+        assert log[what] >= 5, (what, log)
+
+
+def test_rank_pairs_get_their_rows() -> None:
+    for seed in SEEDS:
+        run_rank_pair(setup_for(seed), seed)
+
+
+def test_steps_after_a_failed_step_get_their_rows() -> None:
+    failed = sum(run_failing_program(setup_for(seed), seed).get("failed", 0) for seed in SEEDS)
+    assert failed > 30
+
+
+def test_a_step_costs_no_wait_for_prefixes_that_were_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a prefix that is written in the same step is waited for: the rest streams ahead."""
+    setup, seed = Setup(), 3
+    plans, _ = make_plans(replace(setup, num_blocks=200, max_num_seqs=1), seed, 20)
+    monkeypatch.setattr(HostStore, "await_layer", lambda *_: pytest.fail("waited"))
+    with CpuRuntime() as runtime:
+        rank = Rank(replace(setup, num_blocks=200, max_num_seqs=1), runtime, setup_host(200))
+        for plan in plans:
+            rank.run(plan)
+
+
+def setup_host(num_blocks: int) -> list[torch.Tensor]:
+    return replace(Setup(), num_blocks=num_blocks).host_layers()
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Hypothesis decides what users, scheduler and failures do; finds short programs where seeds find any."""
+
+    @initialize(seed=st.integers(0, 10_000), delayed=st.booleans())
+    def start(self, seed: int, delayed: bool) -> None:
+        self.setup = setup_for(seed)
+        self.scheduler = Scheduler(self.setup, random.Random(seed))
+        self.runtime = CpuRuntime(DelayPlan(seed, max_ms=0.5) if delayed else None)
+        self.rank = Rank(self.setup, self.runtime, self.setup.host_layers())
+
+    @rule(
+        family=st.integers(0, 1),
+        shared=st.integers(0, 40),
+        own=st.integers(1, 12),
+        to_generate=st.integers(1, 12),
+        twins=st.integers(1, 2),
+    )
+    def add(self, family: int, shared: int, own: int, to_generate: int, twins: int) -> None:
+        for _ in range(twins):
+            self.scheduler.add(family, shared, own, to_generate)
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(which=st.integers(0, 7))
+    def preempt(self, which: int) -> None:
+        self.scheduler.preempt(self.scheduler.running[which % len(self.scheduler.running)])
+
+    @precondition(lambda self: self.scheduler.live)
+    @rule(which=st.integers(0, 7))
+    def abort(self, which: int) -> None:
+        self.scheduler.abort(self.scheduler.live[which % len(self.scheduler.live)])
+
+    @precondition(lambda self: self.scheduler.idle)
+    @rule(which=st.integers(0, 7), count=st.integers(1, 10))
+    def resume_session(self, which: int, count: int) -> None:
+        self.scheduler.resume_session(self.scheduler.idle[which % len(self.scheduler.idle)], count)
+
+    @rule(steps=st.integers(1, 6))
+    def run_steps(self, steps: int) -> None:
+        for _ in range(steps):
+            plan = self.scheduler.schedule()
+            if plan is not None:
+                self.rank.run(plan)
+
+    @rule(layer=st.integers(0, 4), part=st.integers(0, 2), again=st.booleans())
+    def fail(self, layer: int, part: int, again: bool) -> None:
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return
+        try:
+            self.rank.run(plan, (layer, part))
+        except Boom:
+            if again:
+                self.rank.run(plan.again())
+            else:
+                self.scheduler.forget_step(plan)
+
+    def teardown(self) -> None:
+        if hasattr(self, "rank"):
+            self.rank.close(self.scheduler)
+            self.runtime.shutdown()
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(
+    max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+# -------------------------------------------------------------------------------------------- planted bugs
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A bug to plant; `run` are the programs that must find it within the seeds, by raising `error`."""
+
+    plant: Patch
+    run: Callable[[Setup, int], object] = run_program
+    error: type[Exception] | tuple[type[Exception], ...] = WrongRowError
+    setup: Callable[[int], Setup] = setup_for
+
+
+def disabled(owner: Any, name: str) -> Patch:
+    return lambda patch: patch.setattr(owner, name, lambda *_args, **_kwargs: None)
+
+
+def before(owner: Any, name: str, action: Callable[..., object]) -> Patch:
+    """Runs `action` with the same arguments before the real thing."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        real = getattr(owner, name)
+
+        def patched(*args: Any) -> Any:
+            action(*args)
+            return real(*args)
+
+        patch.setattr(owner, name, patched)
+
+    return plant
+
+
+def slots_not_copied(patch: pytest.MonkeyPatch) -> None:
+    def write(store: Any, layer: int, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        if store._writer:
+            store._stream.submit(ops.host_write, store.layers[layer], rows, slot_mapping)
+            store._written[layer] = store._stream.record()
+            store.bytes_written += rows.numel()
+
+    patch.setattr(HostStore, "write", write)
+
+
+def late_prefixes_missed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        SparseKVManager,
+        "_late_requests",
+        lambda _self, batch, _fresh: np.zeros(batch.num_requests, dtype=bool),
+    )
+
+
+def late_decode_missed(patch: pytest.MonkeyPatch) -> None:
+    real = SparseKVManager._sort
+    patch.setattr(SparseKVManager, "_sort", lambda *args: replace(real(*args), decode_late=False))
+
+
+def late_prefill_missed(patch: pytest.MonkeyPatch) -> None:
+    real = PrefillStream.begin_step
+    patch.setattr(
+        PrefillStream,
+        "begin_step",
+        lambda self, requests: real(self, [replace(request, late=False) for request in requests]),
+    )
+
+
+def buffer_closed_before_attention(patch: pytest.MonkeyPatch) -> None:
+    open_buffer, close = PrefillStream.open, PrefillStream.close
+
+    def early(self: PrefillStream, layer: int, index: int) -> torch.Tensor:
+        buffer = open_buffer(self, layer, index)
+        close(self)
+        return buffer
+
+    patch.setattr(PrefillStream, "open", early)
+    patch.setattr(PrefillStream, "close", lambda _self: None)
+
+
+def rows_by_batch_index(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SparseKVManager, "_row", lambda _self, req_id, batch: batch.req_ids.index(req_id))
+
+
+def known_after_release(patch: pytest.MonkeyPatch) -> None:
+    def release(self: SparseKVManager, req_ids: Any) -> None:
+        for req_id in req_ids:
+            if self.rows.lookup(req_id) is not None:
+                self.rows.release(req_id)
+
+    patch.setattr(SparseKVManager, "release", release)
+
+
+def followers_not_served(patch: pytest.MonkeyPatch) -> None:
+    real = OffloadedKV._decode_part
+
+    def decode_part(self: OffloadedKV, topk: torch.Tensor, batch: Any) -> Any:
+        group = self._manager.geometry.group_of(self._layer)
+        if group.owner != self._layer:
+            self._manager.hot.groups[group.index].plan.miss_counts.zero_()
+        return real(self, topk, batch)
+
+    patch.setattr(OffloadedKV, "_decode_part", decode_part)
+
+
+def no_wait_for_ranks_before_loads(patch: pytest.MonkeyPatch) -> None:
+    real = HostStore.await_layer
+
+    def await_layer(self: HostStore, layer: int) -> None:
+        real(self, layer)
+        if self._barrier is not None:
+            self._barrier()
+
+    patch.setattr(HostStore, "await_ranks", lambda _self: None)
+    patch.setattr(HostStore, "await_layer", await_layer)
+
+
+def no_wait_for_ranks_in_a_layer(patch: pytest.MonkeyPatch) -> None:
+    def await_layer(self: HostStore, layer: int) -> None:
+        event = self._written[layer]
+        if event is not None:
+            event.wait(self._deadline_s)
+
+    patch.setattr(HostStore, "await_layer", await_layer)
+
+
+def long_steps(seed: int) -> Setup:
+    """Whole prompts in one step: prefixes that are written in the same step are common."""
+    return replace(setup_for(seed), token_budget=64, num_blocks=60)
+
+
+def sessions(seed: int) -> Setup:
+    """Sessions that go on after drafts were rejected, with more tokens than a decode has."""
+    return replace(setup_for(4 * seed + 1), idle_rate=0.3)
+
+
+def single_prefill_layer(seed: int) -> Setup:
+    """Loads of layer 0 start at once, while its rows of the step before may still be on their way."""
+    return replace(setup_for(seed), pattern="F", mtp_layers=0, hold_ms=0.0)
+
+
+PLANTED = {
+    "writes are not joined": Planted(disabled(HostStore, "join")),
+    "slot mapping is not copied": Planted(slots_not_copied),
+    "late prefixes are not noticed": Planted(late_prefixes_missed),
+    "late prefixes are not noticed in decode": Planted(late_decode_missed),
+    "late prefixes are not noticed in prefill": Planted(late_prefill_missed, setup=long_steps),
+    "late prefixes are not awaited": Planted(disabled(HostStore, "await_layer")),
+    "late prefixes are not noticed after preemption": Planted(known_after_release, error=AssertionError),
+    "loads are not awaited": Planted(before(PrefillStream, "open", lambda self, *_: self._loaded.clear())),
+    "buffer is closed before attention": Planted(buffer_closed_before_attention),
+    "rows are not reset": Planted(disabled(HotPool, "reset_row")),
+    "rows go by batch index": Planted(rows_by_batch_index),
+    "rows are not released": Planted(disabled(SparseKVManager, "release"), error=RowError),
+    "rejected drafts stay": Planted(before(ops, "dsa_plan", lambda *args: args[4].high.zero_())),
+    "rejected drafts stay after a prefill": Planted(disabled(HotPool, "forget_beyond"), setup=sessions),
+    "new rows are not written": Planted(disabled(ops, "write_rows")),
+    "misses are not fetched for followers": Planted(followers_not_served),
+    "ranks: loads run ahead of the writer": Planted(
+        no_wait_for_ranks_before_loads, run_rank_pair, setup=single_prefill_layer
+    ),
+    "ranks: late prefixes are awaited by the writer only": Planted(
+        no_wait_for_ranks_in_a_layer, run_rank_pair
+    ),
+    "failed step: what it left is not undone": Planted(
+        disabled(SparseKVManager, "_settle"), run_failing_program
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    planted = PLANTED[name]
+    planted.plant(monkeypatch)
+    for seed in range(60):
+        try:
+            planted.run(planted.setup(seed), seed)
+        except planted.error:
+            return
+    pytest.fail("not found")
