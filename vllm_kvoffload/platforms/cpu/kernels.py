@@ -41,6 +41,9 @@ def sparse_mla_attend(
         index = indices[start:stop].long()
         missing = index < 0
         keys = rows.index_select(0, index.clamp(min=0).flatten()).view(stop - start, topk, width).float()
+        # What stands in for a missing row may be another request's: weight 0 would not hide its NaN.
+        if bool(missing.any()):
+            keys.masked_fill_(missing.unsqueeze(-1), 0.0)
         scores = torch.matmul(q[start:stop].float(), keys.transpose(1, 2)) * scale
         scores.masked_fill_(missing.unsqueeze(1), float("-inf"))
         weights = torch.softmax(scores, dim=-1).nan_to_num_(0.0)
