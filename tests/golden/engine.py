@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 2048,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 256,
-    "kv_cache_memory_bytes": 96 << 20,
+    "kv_cache_memory_bytes": 32 << 20,
     "enforce_eager": True,
     "dtype": "float32",
     "tokenizer_mode": "hf",
@@ -76,7 +77,7 @@ BeforeStep = Callable[[int, dict[str, Outcome]], None]
 
 
 class EngineUnderTest:
-    """An offline vLLM engine. `offload` is the `sparse_kv_offload_config` without its `enabled`, None for none."""
+    """An offline vLLM engine. `offload`: the `sparse_kv_offload_config` without `enabled`; None for none."""
 
     def __init__(self, checkpoint: Path, offload: dict[str, Any] | None = None, **options: Any) -> None:
         from vllm import EngineArgs
@@ -133,9 +134,12 @@ class EngineUnderTest:
     def run(self, jobs: Sequence[Job], before_step: BeforeStep | None = None) -> list[Outcome]:
         """Runs a workload to its end, and checks that nothing is held afterwards.
 
+        It finds NaN wherever the offload keeps rows, so that what is read before it was written shows.
         `before_step(step, outcomes)` may look at, or break, anything. `trace` tells what the scheduler did.
         """
         assert self.engine.reset_prefix_cache(), "blocks are still in use before the workload"
+        if self.offloads:
+            self._poison()
         self.trace = Trace()
         before = self._stats()
         outcomes = {f"job-{n}": Outcome() for n in range(len(jobs))}
@@ -167,7 +171,7 @@ class EngineUnderTest:
         """Fails if a block, a row or a request is still held although nothing runs."""
         self.engine.step()  # vLLM tells the worker about finished requests with the next step
         assert not self.scheduler.has_requests()
-        assert self.free_blocks == self.num_blocks - 1, f"{self.num_blocks - 1 - self.free_blocks} blocks leaked"
+        assert self.free_blocks == self.num_blocks - 1
         if self.offloads:
             self.manager.rows.check_empty()
             assert self.manager.rows.num_free == self.manager.rows.num_rows
@@ -194,6 +198,11 @@ class EngineUnderTest:
             detokenize=False,
         )
         self.engine.add_request(name, {"prompt_token_ids": list(job.prompt)}, params)
+
+    def _poison(self) -> None:
+        manager = self.manager
+        for rows in (*manager.store.layers, *manager.hot.layers, manager.prefill._buffers):
+            rows.fill_(255)
 
     def _stats(self) -> dict[str, float]:
         return self.manager.stats.as_dict() if self.offloads else {}
@@ -232,7 +241,9 @@ def _chosen(entries: Sequence[Any]) -> list[float]:
 
 
 @contextmanager
-def engine(checkpoint: Path, offload: dict[str, Any] | None = None, **options: Any) -> Iterator[EngineUnderTest]:
+def engine(
+    checkpoint: Path, offload: dict[str, Any] | None = None, **options: Any
+) -> Iterator[EngineUnderTest]:
     """An engine for the length of a block."""
     under_test = EngineUnderTest(checkpoint, offload, **options)
     try:
@@ -247,7 +258,7 @@ def worst_difference(ours: Sequence[Outcome], reference: Sequence[Outcome]) -> f
     for a, b in zip(ours, reference, strict=True):
         if a.token_ids != b.token_ids or len(a.logprobs) != len(b.logprobs) or a.finished != b.finished:
             return float("inf")
-        for x, y in zip(a.logprobs, b.logprobs, strict=True):
-            if not abs(x - y) <= worst:  # also true for NaN
-                worst = abs(x - y) if x == x and y == y else float("inf")
+        if any(map(math.isnan, (*a.logprobs, *b.logprobs))):
+            return float("inf")
+        worst = max([worst, *(abs(x - y) for x, y in zip(a.logprobs, b.logprobs, strict=True))])
     return worst

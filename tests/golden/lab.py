@@ -54,9 +54,10 @@ class Lab:
         key = _key(model, offload, options)
         if self._engine is None or self._key != key:
             self.close()
-            if model.endswith("-bf16"):
-                options = {"dtype": "bfloat16", **options}
-            self._engine = EngineUnderTest(self.checkpoint(model), offload, **options)
+            extra: dict[str, Any] = {"dtype": "bfloat16"} if model.endswith("-bf16") else {}
+            if not model.startswith(TINY):
+                extra["kv_cache_memory_bytes"] = 96 << 20
+            self._engine = EngineUnderTest(self.checkpoint(model), offload, **{**extra, **options})
             self._key = key
         return self._engine
 

@@ -49,7 +49,8 @@ def _prefix() -> tuple[Job, ...]:
         Job(first + prompt(10, 5), max_tokens=12, prompt_logprobs=False),
         Job(first + prompt(70, 5), max_tokens=12, arrival=1, prompt_logprobs=False),
         Job(first, max_tokens=12, arrival=6, prompt_logprobs=False),
-        Job(first + prompt(1, 5), max_tokens=12, arrival=8, prompt_logprobs=False),  # all cached but one token
+        # all cached but one token: it never prefills
+        Job(first + prompt(1, 5), max_tokens=12, arrival=8, prompt_logprobs=False),
         Job(first[:320] + prompt(300, 5), max_tokens=12, arrival=9, prompt_logprobs=False),
         Job(conversation, max_tokens=60, prompt_logprobs=False),
         Job(conversation + prompt(5, 5), max_tokens=12, arrival=40, prompt_logprobs=False),
