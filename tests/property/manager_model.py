@@ -283,6 +283,11 @@ class Scheduler:
             self._advance(request, count)
         return plan
 
+    def schedule_or_fail(self) -> StepPlan:
+        plan = self.schedule()
+        assert plan is not None, "nothing to run"
+        return plan
+
     def _draft(self, request: Request) -> list[int]:
         ready = request.computed == len(request.tokens) - 1 and len(request.tokens) > 1
         return [

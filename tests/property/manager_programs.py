@@ -74,7 +74,7 @@ class Rank:
             barrier=None if collective is None else lambda: collective.wait("store"),
             deadline_s=deadline_s,
         )
-        self._kvs = [self.manager.layer(layer) for layer in range(setup.geometry.num_layers)]
+        self.kvs = [self.manager.layer(layer) for layer in range(setup.geometry.num_layers)]
         blocks = -(-setup.max_model_len // setup.block_size)
         self._block_table = torch.zeros((setup.max_num_seqs, blocks), dtype=torch.int32)
         self._slot_mapping = torch.full((setup.token_budget,), -1, dtype=torch.int64)
@@ -104,7 +104,7 @@ class Rank:
         batch = batch.named(plan.req_ids)
         self.manager.begin_step(batch)
         self._gather("embedding")
-        for layer in range(len(self._kvs)):
+        for layer in range(len(self.kvs)):
             self._run_layer(plan, batch, layer, fail_at)
             self._gather(f"layer {layer}")
         self._account(batch)
@@ -121,9 +121,9 @@ class Rank:
             self._topk[:tokens] = plan.topk[group.index]
         topk = self._topk[:tokens]
         rows = content(plan.query_keys, plan.positions, layer)
-        self._kvs[layer].append(rows, batch.slot_mapping)
+        self.kvs[layer].append(rows, batch.slot_mapping)
         seen = np.zeros(tokens, dtype=np.int64)
-        for number, part in enumerate(self._kvs[layer].parts(topk, batch)):
+        for number, part in enumerate(self.kvs[layer].parts(topk, batch)):
             if fail_at == (layer, number):
                 self.failed = True
                 raise Boom(f"layer {layer}, part {number}")
@@ -164,7 +164,7 @@ class Rank:
             )
 
     def _account(self, batch: StepBatch) -> None:
-        layers, drafts = len(self._kvs), self.setup.drafts
+        layers, drafts = len(self.kvs), self.setup.drafts
         decodes = batch.query_lens <= 1 + drafts
         self.expected["decode_steps"] += bool(decodes.any())
         self.expected["prefill_bytes"] += int(batch.computed[~decodes].sum()) * layers * ROW_BYTES

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,12 +21,12 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from manager_model import Scheduler, Setup, make_plans
+from manager_model import Scheduler, Setup, StepPlan, make_plans
 from manager_programs import Boom, Rank, WrongRowError, run_failing_program, run_program, run_rank_pair
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.layerwise.prefill_stream import PrefillStream
-from vllm_kvoffload.runtime import CpuRuntime, DelayPlan
+from vllm_kvoffload.runtime import CpuRuntime, DelayPlan, TaskFailedError, WaitTimeoutError
 from vllm_kvoffload.sparse.host_store import HostStore
 from vllm_kvoffload.sparse.hot_pool import HotPool
 from vllm_kvoffload.sparse.manager import SparseKVManager
@@ -88,17 +90,9 @@ def test_steps_after_a_failed_step_get_their_rows() -> None:
 
 def test_a_step_costs_no_wait_for_prefixes_that_were_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a prefix that is written in the same step is waited for: the rest streams ahead."""
-    setup, seed = Setup(), 3
-    plans, _ = make_plans(replace(setup, num_blocks=200, max_num_seqs=1), seed, 20)
     monkeypatch.setattr(HostStore, "await_layer", lambda *_: pytest.fail("waited"))
-    with CpuRuntime() as runtime:
-        rank = Rank(replace(setup, num_blocks=200, max_num_seqs=1), runtime, setup_host(200))
-        for plan in plans:
-            rank.run(plan)
-
-
-def setup_host(num_blocks: int) -> list[torch.Tensor]:
-    return replace(Setup(), num_blocks=num_blocks).host_layers()
+    log = run_program(Setup(max_num_seqs=1), seed=3)
+    assert log["finished"] > 1
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -167,6 +161,141 @@ TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(
     max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+# ------------------------------------------------------------------------------------- failing side streams
+
+
+class Faulty:
+    """Stands in for an op of a side stream: works until `error` or `hold` is set."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, name: str) -> None:
+        self.error: Exception | None = None
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self._real = getattr(ops, name)
+        patch.setattr(ops, name, self)
+
+    def __call__(self, *args: Any) -> None:
+        assert self.go_on.wait(20)
+        if self.error is not None:
+            raise self.error
+        self._real(*args)
+
+
+@pytest.fixture
+def runtime() -> Iterator[CpuRuntime]:
+    with CpuRuntime() as runtime:
+        yield runtime
+
+
+def steps_of(setup: Setup, seed: int = 0) -> Iterator[StepPlan]:
+    return iter(make_plans(setup, seed, 30)[0])
+
+
+def test_a_failed_write_ends_the_engine_at_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, runtime: CpuRuntime
+) -> None:
+    """Lost rows must not be attended to, now or later; shutdown still ends every thread."""
+    setup = Setup()
+    rank, plans, write = (
+        Rank(setup, runtime, setup.host_layers()),
+        steps_of(setup),
+        Faulty(monkeypatch, "host_write"),
+    )
+    rank.run(next(plans))
+    write.error = OSError("lost")
+    failed = next(plans)
+    with suppress(TaskFailedError):  # a late prefix may notice at once
+        rank.run(failed)
+    write.error = None
+    for plan in (failed.again(), next(plans), next(plans)):
+        with pytest.raises(TaskFailedError, match="lost"):
+            rank.run(plan)
+
+
+def test_a_failed_write_of_a_late_prefix_fails_the_step_that_needs_it(
+    monkeypatch: pytest.MonkeyPatch, runtime: CpuRuntime
+) -> None:
+    setup = Setup(token_budget=64)
+    rank, write = Rank(setup, runtime, setup.host_layers()), Faulty(monkeypatch, "host_write")
+    write.error = OSError("lost")
+    with pytest.raises(TaskFailedError, match="lost"):
+        rank.run(twins(setup).schedule_or_fail())
+
+
+def test_a_stuck_write_ends_the_step_at_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, runtime: CpuRuntime
+) -> None:
+    setup = Setup(max_num_seqs=1)
+    rank = Rank(setup, runtime, setup.host_layers(), deadline_s=0.1)
+    plans, write = steps_of(setup), Faulty(monkeypatch, "host_write")
+    write.go_on.clear()
+    rank.run(next(plans))
+    stopped, began = next(plans), time.monotonic()
+    with pytest.raises(WaitTimeoutError, match="host rows of layer 0"):
+        rank.run(stopped)
+    assert time.monotonic() - began < 5
+    write.go_on.set()
+    for plan in (stopped.again(), *plans):  # it was late, not lost
+        rank.run(plan)
+
+
+def test_a_failed_load_fails_its_step_only(monkeypatch: pytest.MonkeyPatch, runtime: CpuRuntime) -> None:
+    setup, failed = Setup(), 0
+    rank, read = Rank(setup, runtime, setup.host_layers()), Faulty(monkeypatch, "host_read")
+    for number, plan in enumerate(steps_of(setup)):
+        read.error = OSError("bad page") if number % 2 else None
+        try:
+            rank.run(plan)
+        except TaskFailedError:
+            failed += 1
+            read.error = None
+            rank.run(plan.again())
+    assert failed > 2
+
+
+def twins(setup: Setup, drafts: int = 0) -> Scheduler:
+    """Two requests of one prompt, the second of which hits what the first computes in the same step."""
+    scheduler = Scheduler(setup, random.Random(drafts))
+    scheduler.add(0, 24, 3, to_generate=5)
+    scheduler.add(0, 24, 1 + drafts, to_generate=5)
+    return scheduler
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_late_prefix_is_late_again_when_its_step_runs_again(drafts: int) -> None:
+    setup = Setup(token_budget=64, drafts=drafts, slots=64)
+    slow = next(seed for seed in range(1000) if DelayPlan(seed, 20).delay_s("d2h", 0, "before") > 0.015)
+    with CpuRuntime(DelayPlan(slow, max_ms=20)) as runtime:
+        rank = Rank(setup, runtime, setup.host_layers())
+        plan = twins(setup, drafts).schedule_or_fail()
+        assert len(plan.req_ids) == 2
+        with pytest.raises(Boom):
+            rank.run(plan, (0, 0))
+        for layer in rank.manager.store.layers:
+            runtime.synchronize()
+            layer.fill_(0)  # whatever the failed step wrote doesn't count
+        rank.run(plan.again())
+
+
+def test_a_follower_needs_its_owners_choice(runtime: CpuRuntime) -> None:
+    setup = Setup(pattern="FSF")
+    rank = Rank(setup, runtime, setup.host_layers())
+    for plan in steps_of(setup):
+        rank.run(plan)
+        if rank.manager.step.decode.size:
+            break
+    with pytest.raises(RuntimeError, match="layer 1 runs, but layer 0 has not chosen for it"):
+        rank.manager.plan_group(1, plan.topk[0])
+
+
+def test_rows_of_a_step_are_let_go(runtime: CpuRuntime) -> None:
+    setup = Setup()
+    rank = Rank(setup, runtime, setup.host_layers())
+    for plan in steps_of(setup):
+        rank.run(plan)
+        assert all(kv._new_rows.numel() == 0 for kv in rank.kvs)
 
 
 # -------------------------------------------------------------------------------------------- planted bugs
