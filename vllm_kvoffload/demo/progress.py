@@ -29,6 +29,7 @@ class Stages:
             TextColumn("{task.description}"),
             TextColumn("[dim]{task.fields[note]}[/]"),
             console=console,
+            refresh_per_second=4,
             disable=not console.is_terminal,
         )
 

@@ -100,6 +100,7 @@ def main(arguments: Sequence[str]) -> int:
         console.print("Interrupted; the servers have been ended.")
         return 128 + signal.SIGINT
     except _Terminated as end:
+        console.print(f"{end}; the servers have been ended.")
         return end.status
     finally:
         for number, handler in previous.items():
@@ -178,7 +179,7 @@ def _run(
         if serving is not None:
             serving(server, result)
     except (ServerError, RequestError) as error:
-        raise type(error)(f"{error}\n--- end of {log} ---\n{server.tail()}") from error
+        raise type(error)(f"\n--- end of {log} ---\n{server.tail()}\n---\n{error}") from error
     finally:
         with stages.stage(f"Ending the server {label} offload") as note:
             result.end = server.stop(STOP_GRACE_S)

@@ -27,6 +27,7 @@ from vllm_kvoffload.demo.processes import Process, mapped_segments, session_and_
 HOST = "127.0.0.1"
 MODEL_NAME = "kvoffload-demo"
 TAIL_LINES = 25
+_NOISE = ("nanobind: ", " - leaked ", " - ... skipped", "See https://nanobind")
 _POLL_S = 0.1
 _KILL_WAIT_S = 10.0
 _SOCKET_PATH_BYTES = 60
@@ -163,9 +164,10 @@ class Server:
         self._look()
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        """The end of its log."""
+        """The end of its log, without what nanobind prints at the end of every vLLM process."""
         text = self.log.read_text(encoding="utf-8", errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+        kept = [line for line in text.splitlines() if not line.startswith(_NOISE)]
+        return "\n".join(kept[-lines:])
 
     def stop(self, grace_s: float) -> list[str]:
         """Ends the server: SIGTERM, and SIGKILL for whatever is there after `grace_s`. Idempotent.
