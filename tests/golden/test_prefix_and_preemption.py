@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 from engine import worst_difference
 from lab import OFFLOAD
@@ -56,3 +55,61 @@ def test_prefix_of_the_same_step(lab, seen_late):
     assert difference == 0.0
     assert sorted(seen_late) == [1, 60, 150]  # one twin decodes at once, two prefill
     assert [outcome.cached_tokens for outcome in result.outcomes] == [0, 640, 640, 0, 640]
+
+
+def _wrong_seeds(lab, engine) -> list[int]:
+    wrong = []
+    for seed in SEEDS:
+        with delayed(engine, seed, 20):
+            _, difference = lab.compare("late", max_num_batched_tokens=2048)
+        if difference:
+            wrong.append(seed)
+    return wrong
+
+
+def test_prefix_of_the_same_step_under_delays(lab, late_engine, seen_late):
+    assert _wrong_seeds(lab, late_engine) == []
+    assert sorted(set(seen_late)) == [1, 60, 150]
+
+
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+def test_control_late_readers_that_do_not_wait(lab, late_engine, monkeypatch, which):
+    original = late_engine.manager._late_requests
+
+    def careless(batch, *args):
+        late = original(batch, *args)
+        late &= (batch.query_lens == 1) == (which == "prefill")
+        return late
+
+    monkeypatch.setattr(late_engine.manager, "_late_requests", careless)
+    assert _wrong_seeds(lab, late_engine) != []
+
+
+@pytest.mark.parametrize("pool", [{"topk_buffer_size": 64, "ways": 32}, {"topk_buffer_size": 512}], ids=str)
+def test_preemption(lab, pool):
+    result, difference = lab.compare("preempted", offload=pool)
+    assert len(set(result.trace.preempted)) >= 2
+    assert all(outcome.finished for outcome in result.outcomes)
+    assert difference == 0.0
+
+
+def test_preemption_equals_a_pool_where_nothing_is_preempted(lab):
+    preempted = lab.run("preempted", offload=OFFLOAD)
+    roomy = lab.run("preempted", offload=OFFLOAD, num_gpu_blocks_override=200)
+    assert preempted.trace.preempted
+    assert not roomy.trace.preempted
+    assert worst_difference(preempted.outcomes, roomy.outcomes) < 1e-4
+
+
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_random_delays(lab, monkeypatch, seed):
+    for workload in ("preempted", "mixed"):
+        lab.reference(workload)
+    monkeypatch.setenv("KVOFFLOAD_RUNTIME_DELAY", f"{seed}:8")
+    for workload in ("preempted", "mixed", "prefix", "abort"):
+        # a copy of the options: an engine of its own, which sees the variable
+        _, difference = lab.compare(
+            workload, offload={"topk_buffer_size": 64, "prefill_buffers": 2 + seed % 2}
+        )
+        assert difference == 0.0, workload
+    lab.close()
