@@ -83,7 +83,7 @@ def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
             pytest.fail(f"the server ended with {process.returncode}:\n{log.read_text()[-3000:]}")
         with (
             contextlib.suppress(OSError),
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5),
+            urllib.request.urlopen(health, timeout=5),
         ):
             return
         time.sleep(0.5)
