@@ -105,6 +105,8 @@ def check_offload(vllm_config: VllmConfig, index_topk: int | None) -> None:
     try:
         config = offload_options(vllm_config)
         validate_sparse_offload(config, engine_facts(vllm_config, index_topk))
+        if config.enabled:
+            check_not_available_yet(vllm_config)
         device_bytes = vllm_config.cache_config.kv_cache_memory_bytes
         if config.enabled and device_bytes is not None:
             plan = capacity_of(vllm_config, config, device_bytes)
@@ -115,6 +117,26 @@ def check_offload(vllm_config: VllmConfig, index_topk: int | None) -> None:
                 check_machine_memory(plan)
     except ConfigError as error:
         refuse(error)
+
+
+def check_not_available_yet(vllm_config: VllmConfig) -> None:
+    """Refuses what the offload is meant to do later but can't do now.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if vllm_config.speculative_config is not None:
+        rule = "speculative decoding is not available with the offload yet"
+        raise ConfigError(
+            "speculative_config",
+            vllm_config.speculative_config.method,
+            rule,
+            "leave --speculative-config out",
+        )
+    if vllm_config.kv_transfer_config is not None:
+        rule = "KV transfer is not available with the offload yet"
+        connector = vllm_config.kv_transfer_config.kv_connector
+        raise ConfigError("kv_transfer_config", connector, rule, "leave --kv-transfer-config out")
 
 
 def check_machine_memory(plan: CapacityPlan) -> None:
@@ -164,8 +186,12 @@ def engine_facts(vllm_config: VllmConfig, index_topk: int | None) -> EngineFacts
 
 
 def capacity_of(vllm_config: VllmConfig, config: SparseOffloadConfig, device_bytes: int) -> CapacityPlan:
-    """What fits into a device budget. Raises CapacityError if one longest request doesn't."""
-    return plan_capacity(
+    """What fits into a device budget.
+
+    Raises:
+        ConfigError: not even one longest request fits, or more blocks are asked for than fit.
+    """
+    plan = plan_capacity(
         CapacityInputs(
             geometry=model_geometry(vllm_config),
             block_size=vllm_config.cache_config.block_size,
@@ -179,6 +205,11 @@ def capacity_of(vllm_config: VllmConfig, config: SparseOffloadConfig, device_byt
             keep_device=config.keep_device_kv_cache,
         )
     )
+    override = vllm_config.cache_config.num_gpu_blocks_override
+    if override is not None and override > plan.num_blocks:
+        rule = f"the {plan.limit} budget holds {plan.num_blocks} blocks"
+        raise ConfigError("num_gpu_blocks_override", override, rule, f"set it to at most {plan.num_blocks}")
+    return plan
 
 
 def prefill_buffers(vllm_config: VllmConfig, config: SparseOffloadConfig) -> int:

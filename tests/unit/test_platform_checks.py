@@ -1,0 +1,81 @@
+"""What the CPU platform refuses when vLLM checks a configuration: one line, before anything is allocated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
+
+OFFLOAD = {"enabled": True, "topk_buffer_size": 256, "dram_size_per_dp_GB": 1}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_checkpoint(tmp_path_factory.mktemp("model") / "glm-tiny", MODELS["glm-tiny"])
+
+
+def configure(checkpoint: Path, offload: dict[str, Any], **options: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    defaults: dict[str, Any] = {
+        "max_model_len": 2048,
+        "max_num_seqs": 4,
+        "kv_cache_memory_bytes": 64 << 20,
+        "dtype": "float32",
+        "enforce_eager": True,
+    }
+    arguments = {**defaults, **options, "additional_config": {"sparse_kv_offload_config": offload}}
+    return EngineArgs(model=str(checkpoint), **arguments).create_engine_config()
+
+
+def test_the_users_choices_survive(checkpoint: Path) -> None:
+    """vLLM's dense CPU MLA path would force a block size, no chunked prefill and no prefix caching."""
+    config = configure(checkpoint, OFFLOAD, block_size=128, max_num_batched_tokens=512)
+    assert config.cache_config.block_size == 128
+    assert config.cache_config.enable_prefix_caching
+    assert config.scheduler_config.enable_chunked_prefill
+    assert config.scheduler_config.max_num_batched_tokens == 512
+    assert config.model_config.hf_text_config.index_topk_pattern == "FFSS"
+    assert "-rotary_embedding" in config.compilation_config.custom_ops
+
+
+@pytest.mark.parametrize(
+    ("offload", "options", "expected"),
+    [
+        ({**OFFLOAD, "topk_buffer_size": 96}, {}, "topk_buffer_size=96"),
+        ({**OFFLOAD, "polcy": "rrip"}, {}, "did you mean 'policy'"),
+        ({**OFFLOAD, "enabled": "true"}, {}, "enabled='true'"),
+        (OFFLOAD, {"num_gpu_blocks_override": 1 << 20}, "num_gpu_blocks_override=1048576"),
+        (
+            OFFLOAD,
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+            "speculative_config=",
+        ),
+        (
+            OFFLOAD,
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "ExampleConnector",
+                    "kv_role": "kv_consumer",
+                    "kv_connector_extra_config": {},
+                }
+            },
+            "kv_transfer_config='ExampleConnector'",
+        ),
+    ],
+)
+def test_refusals(checkpoint: Path, offload: dict[str, Any], options: dict[str, Any], expected: str) -> None:
+    from vllm_kvoffload.platforms.refusal import StartupRefusedError
+
+    with pytest.raises(StartupRefusedError) as caught:
+        configure(checkpoint, offload, **options)
+    assert expected in str(caught.value)
+    assert "Fix: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_offload_nothing_is_checked(checkpoint: Path) -> None:
+    configure(checkpoint, {"enabled": False}, num_gpu_blocks_override=1 << 20)
