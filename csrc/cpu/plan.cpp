@@ -96,6 +96,15 @@ RequestJob make_job(const PlanInput& in, const ResidencyView& residency, const P
   return job;
 }
 
+// Request n's row, if its ids are so many that they fall in most lines of it; else the few are fetched one by one.
+NextRowView next_row(const PlanInput& in, const ResidencyView& residency, std::int64_t n) {
+  if (n >= in.requests || in.rows[n] < 0) return {};
+  const std::int64_t ids = (std::int64_t{in.query_start_loc[n + 1]} - in.query_start_loc[n]) * in.width;
+  if (residency.slots() > kDense * ids) return {};
+  const std::int64_t first = in.rows[n] * residency.slots();
+  return {residency.tags + first, residency.ages + first, residency.slots()};
+}
+
 void fill_unplanned(const PlanOutput& out, std::int64_t first, std::int64_t last) {
   std::fill(out.slots + first * out.width, out.slots + last * out.width, -1);
   std::fill(out.new_slots + first, out.new_slots + last, -1);
@@ -107,21 +116,27 @@ void dsa_plan(const PlanInput& in, const ResidencyView& residency, const PlanOut
   check_residency(residency);
   check_buffers(in, out);
   const std::int64_t most_ids = check_requests(in, residency, out);
-  workspace.reserve(residency.sets, most_ids, residency.rows);
+  workspace.reserve(residency.slots(), most_ids, residency.rows);
   check_rows_distinct(in, workspace);
 
   const PlanRequestFn plan_request = select_planner(residency);
   const Scratch scratch = workspace.scratch();
   PlanStats stats;
+  bool fetched = false;
   for (std::int64_t n = 0; n < in.requests; ++n) {
     const std::int64_t first = in.query_start_loc[n];
     const std::int64_t last = in.query_start_loc[n + 1];
     if (in.rows[n] < 0 || first == last) {
       out.miss_counts[n] = 0;
       fill_unplanned(out, first, last);
+      fetched = false;
       continue;
     }
-    plan_request(make_job(in, residency, out, n), scratch, stats);
+    RequestJob job = make_job(in, residency, out, n);
+    job.fetched = fetched;
+    job.next = next_row(in, residency, n + 1);
+    fetched = job.next.slots > 0;
+    plan_request(job, scratch, stats);
   }
   fill_unplanned(out, in.query_start_loc[in.requests], in.tokens);
   const std::int64_t values[kStatsCount] = {stats.hits,      stats.misses,     stats.new_tokens,

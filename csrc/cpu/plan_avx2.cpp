@@ -30,6 +30,15 @@ struct Lanes {
     return mask;
   }
 
+  static std::uint32_t zero(const std::uint8_t* bytes) {
+    std::uint32_t mask = 0;
+    for (int way = 0; way < W; way += 16) {
+      const int zeros = _mm_movemask_epi8(_mm_cmpeq_epi8(load(bytes + way), _mm_setzero_si128()));
+      mask |= static_cast<std::uint32_t>(zeros) << way;
+    }
+    return mask;
+  }
+
   static std::uint32_t low_bit(const std::uint8_t* ages) { return bit<7>(ages); }
   static std::uint32_t high_bit(const std::uint8_t* ages) { return bit<6>(ages); }
 
@@ -47,9 +56,22 @@ struct Lanes {
     }
   }
 
-  static std::int32_t* settle_block(std::int32_t first, const std::uint32_t* sets, const std::uint32_t* found,
+  static std::int32_t* settle_block(std::int32_t first, const std::uint32_t* bases, const std::uint32_t* found,
                                     std::int32_t* slots, std::int32_t* pending) {
-    return settle_positions<W>(first, sets, found, slots, pending);
+    return settle_positions(first, bases, found, slots, pending);
+  }
+
+  template <bool kFill>
+  static std::int64_t settle_row(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots, std::uint8_t age) {
+    std::int64_t count = 0;
+    for (std::int64_t first = 0; first < slots; first += 16) {
+      const __m128i unneeded = _mm_cmpeq_epi8(load(needed + first), _mm_setzero_si128());
+      count += 16 - __builtin_popcount(static_cast<std::uint32_t>(_mm_movemask_epi8(unneeded)));
+      if constexpr (kFill) {
+        store(ages + first, _mm_blendv_epi8(_mm_set1_epi8(static_cast<char>(age)), load(ages + first), unneeded));
+      }
+    }
+    return count;
   }
 
  private:

@@ -1,9 +1,12 @@
 // The plan of one request, written once and compiled once per instruction set. The including file defines, in an
 // anonymous namespace before this header, `template <int W> struct Lanes` with the vector primitives:
 //   match(tags, id)            mask of the ways whose tag is `id`
+//   zero(bytes)                mask of the ways whose byte is 0
 //   low_bit, high_bit(ages)    mask of the ways whose age has that bit
 //   fill(ages, ways, value)    ages of `ways` become `value`
 //   add(ages, ways, delta)     ages of `ways` grow by `delta`
+//   settle_row<kFill>(ages, needed, slots, age)   the ages of the needed slots of a row become `age`, if kFill;
+//                              returns how many there are; `needed` holds 0 and 1 only
 //   settle_block(...)          settle_position for 16 positions, see lanes.h
 //
 // Everything here has internal linkage and uses no library templates: a linker that merged an inline function
@@ -17,7 +20,6 @@ namespace kvoffload {
 namespace {
 
 constexpr std::int32_t kEmpty = -1;
-constexpr std::uint64_t kTouched = std::uint64_t{1} << 63;  // in `needed`: the set is in the `touched` list
 
 inline int lowest(std::uint32_t mask) { return __builtin_ctz(mask); }
 
@@ -28,16 +30,44 @@ inline int first_from(std::uint32_t mask, int from) {
   return (from + __builtin_ctzll(doubled >> from)) & (W - 1);
 }
 
-// What marking appends to: ends of the two lists, and a count.
+// Fetches the next request's row into the cache while this one is planned. Some lines at a time, all through the plan:
+// a core waits for a couple of dozen lines at once, and a burst of more would hold up the look-ups behind it.
+class NextRow {
+ public:
+  explicit NextRow(const NextRowView& row) : tags_(row.tags), ages_(row.ages), left_(row.slots) {}
+
+  // Two calls per block of ids and one per miss end about when the plan does, if the row is large.
+  void advance() {
+    if (left_ <= 0) return;
+    __builtin_prefetch(tags_);
+    __builtin_prefetch(tags_ + 16);
+    __builtin_prefetch(ages_, 1);
+    tags_ += kStep;
+    ages_ += kStep;
+    left_ -= kStep;
+  }
+
+  void finish() {
+    while (left_ > 0) advance();
+  }
+
+ private:
+  static constexpr std::int64_t kStep = 32;  // slots: two lines of tags and half a line of ages
+  const std::int32_t* tags_;
+  const std::uint8_t* ages_;
+  std::int64_t left_;
+};
+
+// What marking appends to, and counts.
 struct Marked {
-  std::int32_t* touched;
-  std::int32_t* pending;
+  std::int32_t* pending;  // end of the list
   std::int32_t invalid;
 };
 
-// Looks up query positions and marks the hits: their slots, the bits in `needed`, the sets seen, the positions left
-// over. The plan's one loop over all ids, and so free of branches on the outcome, which no predictor guesses: a wrong
-// guess costs more than the whole look-up.
+// Looks up query positions and marks the hits: their slots, the slots needed, the positions left over. The plan's one
+// loop over all ids, and so free of branches on the outcome, which no predictor guesses: a wrong guess costs more than
+// the whole look-up. A block is settled when the next one has been looked up: reading 16 masks as one vector right
+// after they were written one by one waits for the writes to leave the core.
 template <int W>
 class Marker {
  public:
@@ -48,28 +78,43 @@ class Marker {
         ages_(job.ages),
         needed_(scratch.needed),
         set_mask_(static_cast<std::uint32_t>(job.sets - 1)),
-        limit_(static_cast<std::uint32_t>(last_position)) {}
+        limit_(static_cast<std::uint32_t>(last_position)),
+        fetched_(job.fetched) {}
 
-  [[gnu::noinline]] Marked run(std::int32_t begin, std::int32_t end, Marked marked) const {
+  [[gnu::noinline]] Marked run(std::int32_t begin, std::int32_t end, Marked marked, NextRow& next_row) const {
+    NextRow next = next_row;
+    Block blocks[2];
+    Block* block = blocks;
+    Block* before = nullptr;  // looked up but not settled
     std::int32_t i = begin;
     for (; i + kBlock <= end; i += kBlock) {
-      if (i + kAhead + kBlock <= end) prefetch(ids_ + i + kAhead);
-      if (all_valid(ids_ + i)) {
-        mark_block(i, marked);
-      } else {
-        for (std::int32_t j = i; j < i + kBlock; ++j) mark_one(j, marked);
-      }
+      next.advance();
+      next.advance();
+      if (!fetched_ && i + kAhead + kBlock <= end) prefetch(ids_ + i + kAhead);
+      const bool regular = all_valid(ids_ + i);
+      if (regular) look_up(i, *block);
+      if (before != nullptr) settle(*before, marked);
+      before = regular ? block : nullptr;
+      block = block == blocks ? blocks + 1 : blocks;
+      if (!regular) mark_each(i, i + kBlock, marked);
     }
-    for (; i < end; ++i) mark_one(i, marked);
+    if (before != nullptr) settle(*before, marked);
+    mark_each(i, end, marked);
+    next_row = next;
     return marked;
   }
 
  private:
   static constexpr std::int32_t kBlock = 16;
-  static constexpr std::int32_t kAhead = 48;  // ids; the rows of a large batch are not in the cache
+  static constexpr std::int32_t kAhead = 48;  // ids, for a row that nobody fetched
 
-  std::uint32_t set_of(std::int32_t id) const { return static_cast<std::uint32_t>(id) & set_mask_; }
-  const std::int32_t* tags_of(std::uint32_t set) const { return tags_ + std::uint64_t{set} * W; }
+  struct Block {
+    alignas(64) std::uint32_t bases[kBlock];  // first slot of the id's set
+    alignas(64) std::uint32_t found[kBlock];  // the id's way as a mask, or 0
+    std::int32_t first;
+  };
+
+  std::uint32_t base_of(std::int32_t id) const { return (static_cast<std::uint32_t>(id) & set_mask_) * W; }
 
   bool valid(std::int32_t id) const { return static_cast<std::uint32_t>(id) <= limit_; }  // negatives are huge
 
@@ -81,58 +126,61 @@ class Marker {
 
   void prefetch(const std::int32_t* ids) const {
     for (int j = 0; j < kBlock; ++j) {
-      const std::uint32_t set = set_of(ids[j]);
-      __builtin_prefetch(tags_of(set));
-      if constexpr (W == 32) __builtin_prefetch(tags_of(set) + 16);
-      __builtin_prefetch(ages_ + std::uint64_t{set} * W, 1);
+      const std::uint32_t base = base_of(ids[j]);
+      __builtin_prefetch(tags_ + base);
+      if constexpr (W == 32) __builtin_prefetch(tags_ + base + 16);
+      __builtin_prefetch(ages_ + base, 1);
     }
   }
 
-  std::uint32_t look_up(std::int32_t id, std::uint32_t set, Marked& marked) const {
-    const std::uint32_t found = Lanes<W>::match(tags_of(set), id);
-    const std::uint64_t before = needed_[set];
-    needed_[set] = before | found | kTouched;
-    *marked.touched = static_cast<std::int32_t>(set);
-    marked.touched += (before >> 63) ^ 1;
-    return found;
-  }
-
-  void mark_block(std::int32_t first, Marked& marked) const {
-    alignas(64) std::uint32_t sets[kBlock];
-    alignas(64) std::uint32_t found[kBlock];
-    for (int j = 0; j < kBlock; ++j) sets[j] = set_of(ids_[first + j]);
+  void look_up(std::int32_t first, Block& block) const {
+    block.first = first;
+    for (int j = 0; j < kBlock; ++j) block.bases[j] = base_of(ids_[first + j]);
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC unroll 16  // worth a tenth of the plan; Clang does it by itself
+#pragma GCC unroll 16
 #endif
-    for (int j = 0; j < kBlock; ++j) found[j] = look_up(ids_[first + j], sets[j], marked);
-    marked.pending = Lanes<W>::settle_block(first, sets, found, slots_ + first, marked.pending);
+    for (int j = 0; j < kBlock; ++j) block.found[j] = Lanes<W>::match(tags_ + block.bases[j], ids_[first + j]);
   }
 
-  void mark_one(std::int32_t at, Marked& marked) const {
-    slots_[at] = kNoSlot;
-    if (!valid(ids_[at])) {
-      ++marked.invalid;
-      return;
+  void settle(const Block& block, Marked& marked) const {
+    std::int32_t* slots = slots_ + block.first;
+    marked.pending = Lanes<W>::settle_block(block.first, block.bases, block.found, slots, marked.pending);
+    std::uint8_t* needed = needed_;
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC unroll 16
+#endif
+    for (int j = 0; j < kBlock; ++j) needed[slots[j]] = 1;
+  }
+
+  void mark_each(std::int32_t begin, std::int32_t end, Marked& marked) const {
+    for (std::int32_t i = begin; i < end; ++i) {
+      slots_[i] = kNoSlot;
+      if (!valid(ids_[i])) {
+        ++marked.invalid;
+        continue;
+      }
+      const std::uint32_t base = base_of(ids_[i]);
+      marked.pending = settle_position(i, base, Lanes<W>::match(tags_ + base, ids_[i]), slots_ + i, marked.pending);
+      needed_[slots_[i]] = 1;
     }
-    const std::uint32_t set = set_of(ids_[at]);
-    const std::uint32_t found = look_up(ids_[at], set, marked);
-    marked.pending = settle_position<W>(at, set, found, slots_ + at, marked.pending);
   }
 
   const std::int32_t* const ids_;
   std::int32_t* const slots_;
   const std::int32_t* const tags_;
   const std::uint8_t* const ages_;
-  std::uint64_t* const needed_;
+  std::uint8_t* const needed_;
   const std::uint32_t set_mask_;
   const std::uint32_t limit_;
+  const bool fetched_;
 };
 
 template <Policy kPolicy, int W>
 class RequestPlan {
  public:
   RequestPlan(const RequestJob& job, const Scratch& scratch, PlanStats& stats)
-      : job_(job), scratch_(scratch), stats_(stats), set_mask_(job.sets - 1), stable_(job.seq_len - job.query_tokens) {}
+      : job_(job), scratch_(scratch), stats_(stats), set_mask_(job.sets - 1), stable_(job.seq_len - job.query_tokens),
+        next_row_(job.next) {}
 
   void run() {
     drop_unstable();
@@ -141,7 +189,11 @@ class RequestPlan {
       mark_hits(token);
     }
     settle_hits();
-    for (std::int32_t i = 0; i < pending_count_; ++i) resolve_miss(scratch_.pending[i]);
+    for (std::int32_t i = 0; i < pending_count_; ++i) {
+      next_row_.advance();
+      resolve_miss(scratch_.pending[i]);
+    }
+    next_row_.finish();
     place_unchosen_new_tokens();
     *job_.miss_count = miss_count_;
     stats_.misses += miss_count_;
@@ -151,6 +203,8 @@ class RequestPlan {
  private:
   using Vec = Lanes<W>;
   static constexpr std::uint32_t kAllWays = static_cast<std::uint32_t>((std::uint64_t{1} << W) - 1);
+  static constexpr bool kUsesAges = kPolicy != Policy::kFifo;
+  static constexpr std::uint8_t kHitAge = kPolicy == Policy::kClock ? 1 : 0;
   static constexpr std::uint8_t kInsertAge = kPolicy == Policy::kRrip ? 2 : 0;
 
   std::int32_t set_of(std::int32_t id) const { return id & set_mask_; }
@@ -185,26 +239,36 @@ class RequestPlan {
     const std::int32_t begin = token * job_.width;
     const Marker<W> marker(job_, scratch_, stable_ + token);
     const Marked marked =
-        marker.run(begin, begin + job_.width, {scratch_.touched + touched_count_, scratch_.pending + pending_count_, 0});
+        marker.run(begin, begin + job_.width, {scratch_.pending + pending_count_, 0}, next_row_);
     const auto pending = static_cast<std::int32_t>(marked.pending - scratch_.pending);
     hit_positions_ += job_.width - marked.invalid - (pending - pending_count_);
-    touched_count_ = static_cast<std::int32_t>(marked.touched - scratch_.touched);
     pending_count_ = pending;
     stats_.invalid += marked.invalid;
   }
 
-  // The policy learns of the hits set by set rather than id by id: there are fewer sets, and duplicates fall out.
+  // The policy learns of the hits slot by slot, once for each however many positions have it.
   void settle_hits() {
-    std::int32_t hits = 0;
-    for (std::int32_t i = 0; i < touched_count_; ++i) {
-      const std::int32_t set = scratch_.touched[i];
-      const auto used = static_cast<std::uint32_t>(scratch_.needed[set]);
-      hits += __builtin_popcount(used);
-      if constexpr (kPolicy == Policy::kClock) Vec::fill(ages_of(set), used, 1);
-      if constexpr (kPolicy == Policy::kRrip) Vec::fill(ages_of(set), used, 0);
-    }
+    const std::int64_t hits =
+        dense() ? Vec::template settle_row<kUsesAges>(job_.ages, scratch_.needed, slots(), kHitAge) : settle_each();
     stats_.hits += hits;
     stats_.duplicates += hit_positions_ - hits;
+  }
+
+  bool dense() const { return slots() <= kDense * positions(); }
+  std::int64_t slots() const { return std::int64_t{job_.sets} * W; }
+  std::int64_t positions() const { return std::int64_t{job_.query_tokens} * job_.width; }
+
+  // Returns the hits. Marks those counted with a 2.
+  std::int64_t settle_each() const {
+    std::int64_t hits = 0;
+    for (std::int64_t i = 0; i < positions(); ++i) {
+      const std::int32_t slot = job_.slots[i];
+      if (slot == kNoSlot || scratch_.needed[slot] != 1) continue;
+      scratch_.needed[slot] = 2;
+      if constexpr (kUsesAges) job_.ages[slot] = kHitAge;
+      ++hits;
+    }
+    return hits;
   }
 
   void resolve_miss(std::int32_t at) {
@@ -242,13 +306,12 @@ class RequestPlan {
 
   // A way of `set` that this step does not need, now marked as needed; -1 when there is none.
   int take_way(std::int32_t set) {
-    const std::uint64_t used = scratch_.needed[set];
-    const std::uint32_t unneeded = ~static_cast<std::uint32_t>(used) & kAllWays;
+    std::uint8_t* needed = scratch_.needed + std::int64_t{set} * W;
+    const std::uint32_t unneeded = Vec::zero(needed);
     if (unneeded == 0) return -1;
     const std::uint32_t empty = Vec::match(tags_of(set), kEmpty) & unneeded;
     const int way = empty != 0 ? lowest(empty) : victim(set, unneeded);
-    if ((used & kTouched) == 0) scratch_.touched[touched_count_++] = set;
-    scratch_.needed[set] = used | kTouched | (1u << way);
+    needed[way] = 1;
     return way;
   }
 
@@ -350,7 +413,12 @@ class RequestPlan {
   }
 
   void clear_scratch() {
-    for (std::int32_t i = 0; i < touched_count_; ++i) scratch_.needed[scratch_.touched[i]] = 0;
+    if (dense()) {
+      for (std::int64_t slot = 0; slot < slots(); ++slot) scratch_.needed[slot] = 0;
+    } else {  // every needed slot is in the output
+      for (std::int64_t i = 0; i < positions(); ++i) scratch_.needed[job_.slots[i]] = 0;
+      for (std::int32_t token = 0; token < job_.query_tokens; ++token) scratch_.needed[job_.new_slots[token]] = 0;
+    }
     for (std::int32_t i = 0; i < displaced_count_; ++i) scratch_.displaced_id[scratch_.displaced_used[i]] = kEmpty;
   }
 
@@ -359,7 +427,7 @@ class RequestPlan {
   PlanStats& stats_;
   const std::int32_t set_mask_;
   const std::int32_t stable_;
-  std::int32_t touched_count_ = 0;
+  NextRow next_row_;
   std::int32_t pending_count_ = 0;
   std::int32_t displaced_count_ = 0;
   std::int32_t miss_count_ = 0;

@@ -14,6 +14,12 @@ struct Lanes {
     return mask;
   }
 
+  static std::uint32_t zero(const std::uint8_t* bytes) {
+    std::uint32_t mask = 0;
+    for (int way = 0; way < W; ++way) mask |= static_cast<std::uint32_t>(bytes[way] == 0) << way;
+    return mask;
+  }
+
   static std::uint32_t low_bit(const std::uint8_t* ages) {
     std::uint32_t mask = 0;
     for (int way = 0; way < W; ++way) mask |= static_cast<std::uint32_t>(ages[way] & 1) << way;
@@ -38,9 +44,19 @@ struct Lanes {
     }
   }
 
-  static std::int32_t* settle_block(std::int32_t first, const std::uint32_t* sets, const std::uint32_t* found,
+  template <bool kFill>
+  static std::int64_t settle_row(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots, std::uint8_t age) {
+    std::int64_t count = 0;
+    for (std::int64_t slot = 0; slot < slots; ++slot) {
+      count += needed[slot];
+      if constexpr (kFill) ages[slot] = needed[slot] != 0 ? age : ages[slot];
+    }
+    return count;
+  }
+
+  static std::int32_t* settle_block(std::int32_t first, const std::uint32_t* bases, const std::uint32_t* found,
                                     std::int32_t* slots, std::int32_t* pending) {
-    return settle_positions<W>(first, sets, found, slots, pending);
+    return settle_positions(first, bases, found, slots, pending);
   }
 };
 

@@ -6,6 +6,16 @@
 
 namespace kvoffload {
 
+// Up to so many slots per id, one pass over a row is cheaper than a visit to each id's own place in it.
+inline constexpr std::int64_t kDense = 16;
+
+// The row of the request planned next, to be fetched meanwhile.
+struct NextRowView {
+  const std::int32_t* tags;
+  const std::uint8_t* ages;
+  std::int64_t slots;  // 0: none
+};
+
 struct RequestJob {
   const std::int32_t* topk;  // [query_tokens, width]
   std::int32_t* slots;       // [query_tokens, width]
@@ -21,6 +31,8 @@ struct RequestJob {
   std::int32_t width;
   std::int32_t seq_len;
   std::int32_t sets;
+  bool fetched;      // the request before had this one's row as its `next`
+  NextRowView next;
 };
 
 using PlanRequestFn = void (*)(const RequestJob&, const Scratch&, PlanStats&);

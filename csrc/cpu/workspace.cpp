@@ -3,6 +3,8 @@
 namespace kvoffload {
 namespace {
 
+constexpr std::int64_t kLine = 64;  // before `needed`, where its [-1] falls
+
 template <class T>
 void grow(std::vector<T>& buffer, std::int64_t size, T value) {
   if (static_cast<std::int64_t>(buffer.size()) < size) buffer.resize(static_cast<std::size_t>(size), value);
@@ -10,9 +12,8 @@ void grow(std::vector<T>& buffer, std::int64_t size, T value) {
 
 }  // namespace
 
-void Workspace::reserve(std::int64_t sets, std::int64_t ids, std::int64_t rows) {
-  grow(needed_, sets, std::uint64_t{0});
-  grow(touched_, sets + 1, std::int32_t{0});
+void Workspace::reserve(std::int64_t slots, std::int64_t ids, std::int64_t rows) {
+  grow(needed_, kLine + slots, std::uint8_t{0});
   grow(pending_, ids + 16, std::int32_t{0});
   grow(displaced_used_, ids, std::int32_t{0});
   grow(row_seen_, rows, std::uint8_t{0});
@@ -22,7 +23,7 @@ void Workspace::reserve(std::int64_t sets, std::int64_t ids, std::int64_t rows) 
 }
 
 Scratch Workspace::scratch() {
-  return {needed_.data(),        touched_.data(),        pending_.data(), displaced_id_.data(),
+  return {needed_.data() + kLine, pending_.data(),        displaced_id_.data(),
           displaced_slot_.data(), displaced_used_.data(), displaced_bits_};
 }
 

@@ -9,8 +9,7 @@ namespace kvoffload {
 
 // Raw view handed to the kernels, which must not instantiate library code (see plan_kernel.h).
 struct Scratch {
-  std::uint64_t* needed;        // [sets], bit w: this step uses way w; bit 63: in `touched`. Zero between requests
-  std::int32_t* touched;        // [sets + 1], the sets with a bit in `needed`
+  std::uint8_t* needed;         // [slots], not 0: this step uses the slot; all 0 between requests. [-1] may be written
   std::int32_t* pending;        // [ids + 16], positions whose id is not resident; a block at a time is stored
   std::int32_t* displaced_id;   // [displaced_size], open addressing, -1: free; all -1 between requests
   std::int32_t* displaced_slot; // [displaced_size]
@@ -21,13 +20,13 @@ struct Scratch {
 class Workspace {
  public:
   // Grows, never shrinks. `ids`: most top-k positions of one request.
-  void reserve(std::int64_t sets, std::int64_t ids, std::int64_t rows);
+  void reserve(std::int64_t slots, std::int64_t ids, std::int64_t rows);
   Scratch scratch();
   std::vector<std::uint8_t>& row_seen() { return row_seen_; }
 
  private:
-  std::vector<std::uint64_t> needed_;
-  std::vector<std::int32_t> touched_, pending_, displaced_id_, displaced_slot_, displaced_used_;
+  std::vector<std::uint8_t> needed_;
+  std::vector<std::int32_t> pending_, displaced_id_, displaced_slot_, displaced_used_;
   std::vector<std::uint8_t> row_seen_;  // [rows], all zero between calls
   int displaced_bits_ = 0;
 };
