@@ -89,25 +89,29 @@ class Rank:
         fail_at: tuple[int, int] | None = None,
     ) -> None:
         """One step. `fail_at`: (layer, part) whose attention raises :class:`Boom`."""
-        tokens, requests = len(plan.positions), len(plan.req_ids)
         self.manager.release(plan.finished)
         self.manager.release(plan.preempted)
-        self._block_table[:requests] = plan.block_table
-        self._slot_mapping.fill_(-1)[:tokens] = plan.slot_mapping
-        batch = StepBatch(
-            query_start_loc=plan.query_start_loc,
-            seq_lens=plan.seq_lens,
-            block_table=self._block_table[:requests],
-            slot_mapping=self._slot_mapping[:tokens],
-            block_size=self.setup.block_size,
-        )
-        batch = batch.named(plan.req_ids)
+        batch = self.batch(plan)
         self.manager.begin_step(batch)
         self._gather("embedding")
         for layer in range(len(self.kvs)):
             self._run_layer(plan, batch, layer, fail_at)
             self._gather(f"layer {layer}")
         self._account(batch)
+
+    def batch(self, plan: StepPlan) -> StepBatch:
+        """The step's inputs, in buffers that still have the step before in them."""
+        tokens, requests = len(plan.positions), len(plan.req_ids)
+        self._block_table[:requests] = plan.block_table
+        self._slot_mapping.fill_(-1)[:tokens] = plan.slot_mapping
+        return StepBatch(
+            query_start_loc=plan.query_start_loc,
+            seq_lens=plan.seq_lens,
+            block_table=self._block_table[:requests],
+            slot_mapping=self._slot_mapping[:tokens],
+            block_size=self.setup.block_size,
+            req_ids=tuple(plan.req_ids),
+        )
 
     def _gather(self, label: str) -> None:
         if self._collective is not None:

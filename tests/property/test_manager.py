@@ -272,21 +272,66 @@ def test_a_late_prefix_is_late_again_when_its_step_runs_again(drafts: int) -> No
         plan = twins(setup, drafts).schedule_or_fail()
         assert len(plan.req_ids) == 2
         with pytest.raises(Boom):
-            rank.run(plan, (0, 0))
+            rank.run(plan, (3, 0))
         for layer in rank.manager.store.layers:
             runtime.synchronize()
             layer.fill_(0)  # whatever the failed step wrote doesn't count
         rank.run(plan.again())
 
 
-def test_a_follower_needs_its_owners_choice(runtime: CpuRuntime) -> None:
-    setup = Setup(pattern="FSF")
-    rank = Rank(setup, runtime, setup.host_layers())
-    for plan in steps_of(setup):
+def decoding(rank: Rank, setup: Setup) -> StepPlan:
+    """Runs one request until it decodes; that step, which takes its last positions, may run again."""
+    scheduler = Scheduler(setup, random.Random(1))
+    scheduler.add(0, 24, 3, to_generate=5)
+    for _ in range(3):
+        plan = scheduler.schedule_or_fail()
         rank.run(plan)
-        if rank.manager.step.decode.size:
-            break
-    with pytest.raises(RuntimeError, match="layer 1 runs, but layer 0 has not chosen for it"):
+    assert len(plan.positions) == 1
+    for topk in plan.topk:
+        topk[0] = torch.arange(topk.shape[1])
+    return plan
+
+
+def test_what_was_chosen_before_is_a_hit_in_every_group(runtime: CpuRuntime) -> None:
+    setup = Setup(slots=64)
+    rank = Rank(setup, runtime, setup.host_layers())
+    plan = decoding(rank, setup)
+    rank.run(plan)
+    assert rank.manager.step.fresh == ()
+    before = rank.manager.stats.as_dict()
+    rank.run(plan)
+    after = rank.manager.stats.as_dict()
+    chosen = setup.index_topk * len(setup.geometry.groups)
+    assert (after["hits"] - before["hits"], after["misses"] - before["misses"]) == (chosen, 0)
+    with pytest.raises(Boom):
+        rank.run(plan, (0, 0))  # the first group has served one of its layers, the second has not planned
+    rank.run(plan)
+    assert rank.manager.stats.misses - after["misses"] == setup.index_topk
+    rank.run(plan)
+    assert rank.manager.stats.misses - after["misses"] == setup.index_topk
+
+
+def test_a_row_is_emptied_only_if_it_may_hold_what_is_rewritten(runtime: CpuRuntime) -> None:
+    setup = Setup()
+    rank = Rank(setup, runtime, setup.host_layers())
+    length = int(decoding(rank, setup).seq_lens[0])
+    hot, row = rank.manager.hot, int(rank.manager.step.decode_rows[0])
+    hot.forget_beyond(row, length)
+    assert all((pool.residency.tags[row] >= 0).any() for pool in hot.groups)
+    hot.forget_beyond(row, length - 1)
+    assert all((pool.residency.tags[row] == -1).all() for pool in hot.groups)
+
+
+def test_a_follower_needs_its_owners_choice_in_this_step(runtime: CpuRuntime) -> None:
+    setup = Setup(pattern="FS")
+    rank = Rank(setup, runtime, setup.host_layers())
+    plan = decoding(rank, setup)
+    rank.manager.plan_group(1, plan.topk[0])
+    with pytest.raises(Boom):
+        rank.run(plan, (0, 0))
+    rank.manager.plan_group(1, plan.topk[0])
+    rank.manager.begin_step(rank.batch(plan))
+    with pytest.raises(RuntimeError, match="layer 1 runs, but layer 0 has not chosen for it in this step"):
         rank.manager.plan_group(1, plan.topk[0])
 
 
