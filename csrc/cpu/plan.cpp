@@ -134,6 +134,7 @@ void dsa_plan(const PlanInput& in, const ResidencyView& residency, const PlanOut
     }
     RequestJob job = make_job(in, residency, out, n);
     job.fetched = fetched;
+    job.expected_misses = n > 0 ? out.miss_counts[n - 1] : 0;  // requests of a step are alike
     job.next = next_row(in, residency, n + 1);
     fetched = job.next.slots > 0;
     plan_request(job, scratch, stats);

@@ -34,9 +34,19 @@ inline int first_from(std::uint32_t mask, int from) {
 // a core waits for a couple of dozen lines at once, and a burst of more would hold up the look-ups behind it.
 class NextRow {
  public:
-  explicit NextRow(const NextRowView& row) : tags_(row.tags), ages_(row.ages), left_(row.slots) {}
+  NextRow(const NextRowView& row, std::int64_t positions, std::int64_t expected_misses)
+      : tags_(row.tags), ages_(row.ages), left_(row.slots), hurry_(left_ / kStep - expected_misses > positions / 8) {}
 
-  // Two calls per block of ids and one per miss end about when the plan does, if the row is large.
+  // Once per block of 16 ids marked. Where two steps would leave more than one for each miss, the others cannot wait.
+  void advance_block() {
+    advance();
+    advance();
+    if (!hurry_) return;
+    advance();
+    advance();
+  }
+
+  // Once per miss. Does nothing when the whole row is fetched.
   void advance() {
     if (left_ <= 0) return;
     __builtin_prefetch(tags_);
@@ -56,6 +66,7 @@ class NextRow {
   const std::int32_t* tags_;
   const std::uint8_t* ages_;
   std::int64_t left_;
+  bool hurry_;
 };
 
 // What marking appends to, and counts.
@@ -88,8 +99,7 @@ class Marker {
     Block* before = nullptr;  // looked up but not settled
     std::int32_t i = begin;
     for (; i + kBlock <= end; i += kBlock) {
-      next.advance();
-      next.advance();
+      next.advance_block();
       if (!fetched_ && i + kAhead + kBlock <= end) prefetch(ids_ + i + kAhead);
       const bool regular = all_valid(ids_ + i);
       if (regular) look_up(i, *block);
@@ -180,7 +190,7 @@ class RequestPlan {
  public:
   RequestPlan(const RequestJob& job, const Scratch& scratch, PlanStats& stats)
       : job_(job), scratch_(scratch), stats_(stats), set_mask_(job.sets - 1), stable_(job.seq_len - job.query_tokens),
-        next_row_(job.next) {}
+        next_row_(job.next, std::int64_t{job.query_tokens} * job.width, job.expected_misses) {}
 
   void run() {
     drop_unstable();

@@ -31,6 +31,7 @@ struct RequestJob {
   std::int32_t width;
   std::int32_t seq_len;
   std::int32_t sets;
+  std::int32_t expected_misses;  // a guess, for pacing only
   bool fetched;      // the request before had this one's row as its `next`
   NextRowView next;
 };
