@@ -48,6 +48,7 @@ class PrefillStream:
     def __init__(self, store: HostStore, runtime: Runtime, buffers: torch.Tensor, deadline_s: float) -> None:
         self.bytes_loaded = 0
         self._store = store
+        self._compute = runtime.current_stream()
         self._stream = runtime.stream(STREAM)
         self._buffers = buffers
         self._deadline_s = deadline_s
@@ -135,6 +136,7 @@ class PrefillStream:
             return
         target = self._buffers[job % len(self._buffers)][: request.computed]
         source = self._store.layers[layer]
+        self._stream.wait_event(self._compute.record("the buffer's last use"))
         self._stream.submit(
             ops.host_read, source, request.blocks, 0, request.computed, target, label=f"load layer {layer}"
         )

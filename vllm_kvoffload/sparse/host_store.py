@@ -43,6 +43,7 @@ class HostStore:
     ) -> None:
         self.layers = layers
         self.bytes_written = 0
+        self._compute = runtime.current_stream()
         self._stream = runtime.stream(STREAM)
         self._writer = writer
         self._barrier = barrier
@@ -69,6 +70,7 @@ class HostStore:
         if not self._writer:
             return
         slots = slot_mapping.clone()
+        self._stream.wait_event(self._compute.record("new rows"))
         self._stream.submit(ops.host_write, self.layers[layer], rows, slots, label=f"write layer {layer}")
         self._written[layer] = self._stream.record(f"host rows of layer {layer}")
         self.bytes_written += rows.numel()

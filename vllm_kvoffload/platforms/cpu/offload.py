@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +17,7 @@ from vllm_kvoffload.platforms.cpu.platform import model_geometry, offload_option
 from vllm_kvoffload.runtime.cpu import CpuRuntime
 from vllm_kvoffload.sparse.capacity import CapacityPlan
 from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
-from vllm_kvoffload.sparse.manager import SparseKVManager
+from vllm_kvoffload.sparse.manager import DEADLINE_S, SparseKVManager
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,6 +53,16 @@ def _mib(count: int) -> str:
     return f"{count / (1 << 20):.1f} MiB"
 
 
+def rank_barrier(group: torch.distributed.ProcessGroup) -> Callable[[], None]:
+    """A barrier of the TP ranks that ends: a rank that doesn't come is an error after the deadline."""
+    timeout = timedelta(seconds=DEADLINE_S)
+
+    def barrier() -> None:
+        torch.distributed.monitored_barrier(group, timeout=timeout)
+
+    return barrier
+
+
 class CPUOffload:
     """One worker's offload: everything it owns is freed by :meth:`close`.
 
@@ -76,7 +88,7 @@ class CPUOffload:
             host_layers=[self._host_layer(layer) for layer in range(geometry.num_layers)],
             runtime=self._runtime,
             writer=group.rank_in_group == 0,
-            barrier=group.barrier if group.world_size > 1 else None,
+            barrier=rank_barrier(group.cpu_group) if group.world_size > 1 else None,
         )
         self._channel = StatsChannel(
             vllm_config.instance_id, vllm_config.parallel_config.data_parallel_index, group.rank_in_group
@@ -114,7 +126,7 @@ class CPUOffload:
         if pool is None:
             pool = HostPool.attach(name, layout)
         if group.world_size > 1:
-            group.barrier()  # type: ignore[no-untyped-call]
+            rank_barrier(group.cpu_group)()
         if pool.is_owner:
             pool.seal()  # from here on not even SIGKILL can leave it behind
         return pool
