@@ -1,5 +1,5 @@
 // Scratch of one planning thread. Every call leaves it as it found it (all zero / all -1 where that matters), so a
-// call pays for what it touched and never for the size of the pool.
+// call pays for its ids (up to 16 bytes of a pass over the row for each) and never for the size of the pool.
 #pragma once
 
 #include <cstdint>
