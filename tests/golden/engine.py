@@ -94,9 +94,15 @@ class EngineUnderTest:
         self.trace = Trace()
         self._watch_scheduler()
 
+    def on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What a module-level function gives on every rank; its first argument is the worker."""
+        executor = self.engine.engine_core.engine_core.model_executor
+        results: list[Any] = executor.collective_rpc(function, args=args)
+        return results
+
     @property
     def runner(self) -> Any:
-        """The model runner."""
+        """The model runner; only with a single rank, as everything that follows from it."""
         return self.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
     @property
@@ -139,7 +145,7 @@ class EngineUnderTest:
         """
         assert self.engine.reset_prefix_cache(), "blocks are still in use before the workload"
         if self.offloads:
-            self._poison()
+            self.on_workers(poison)
         self.trace = Trace()
         before = self._stats()
         outcomes = {f"job-{n}": Outcome() for n in range(len(jobs))}
@@ -173,9 +179,7 @@ class EngineUnderTest:
         assert not self.scheduler.has_requests()
         assert self.free_blocks == self.num_blocks - 1
         if self.offloads:
-            self.manager.rows.check_empty()
-            assert self.manager.rows.num_free == self.manager.rows.num_rows
-            assert not self.manager._seen
+            self.on_workers(check_released)
 
     def close(self) -> None:
         """Shuts the engine down and frees what it held."""
@@ -199,13 +203,8 @@ class EngineUnderTest:
         )
         self.engine.add_request(name, {"prompt_token_ids": list(job.prompt)}, params)
 
-    def _poison(self) -> None:
-        manager = self.manager
-        for rows in (*manager.store.layers, *manager.hot.layers, manager.prefill._buffers):
-            rows.fill_(255)
-
     def _stats(self) -> dict[str, float]:
-        return self.manager.stats.as_dict() if self.offloads else {}
+        return self.on_workers(offload_stats)[0] if self.offloads else {}
 
     def _watch_scheduler(self) -> None:
         scheduler = self.scheduler
@@ -223,6 +222,27 @@ class EngineUnderTest:
             preempt(request, *args, **kwargs)
 
         scheduler.schedule, scheduler._preempt_request = watched_schedule, watched_preempt
+
+
+def poison(worker: Any) -> None:
+    """Puts NaN wherever the offload keeps rows."""
+    manager = worker.model_runner.offload.manager
+    for rows in (*manager.store.layers, *manager.hot.layers, manager.prefill._buffers):
+        rows.fill_(255)
+
+
+def check_released(worker: Any) -> None:
+    """Fails if a request still has a row."""
+    manager = worker.model_runner.offload.manager
+    manager.rows.check_empty()
+    assert manager.rows.num_free == manager.rows.num_rows
+    assert not manager._seen
+
+
+def offload_stats(worker: Any) -> dict[str, float]:
+    """Counters of a rank."""
+    counters: dict[str, float] = worker.model_runner.offload.manager.stats.as_dict()
+    return counters
 
 
 def _job_name(req_id: str) -> str:
