@@ -12,7 +12,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-from vllm.v1.worker.utils import bind_kv_cache
+from vllm.v1.worker.utils import bind_kv_cache, clear_layer_kv_caches
 
 from vllm_kvoffload.platforms.cpu.attention import CPUSparseMLAImpl
 from vllm_kvoffload.platforms.cpu.indexer import CPUIndexerCache
@@ -107,7 +107,13 @@ class KVOffloadCPUModelRunner(CPUModelRunner):
 
     def shutdown(self) -> None:
         offload, self.offload = self.offload, None
+        layers = list(self.compilation_config.static_forward_context.values())
         super().shutdown()
+        # torch.compile keeps a compiled model for the rest of the process; it must not keep the pools too.
+        clear_layer_kv_caches(layers)
+        for layer in layers:
+            if isinstance(getattr(layer, "impl", None), CPUSparseMLAImpl):
+                layer.impl.kv = None
         if offload is not None:
             offload.close()
 
