@@ -5,7 +5,9 @@ Models without ``index_topk`` behave exactly as on vLLM's own CPU platform.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms.cpu import CpuPlatform
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 WORKER = "vllm_kvoffload.platforms.cpu.worker.KVOffloadCPUWorker"
-MEMORY_CHECKED = "KVOFFLOAD_MEMORY_CHECKED"
 SPARSE_BACKEND = "vllm_kvoffload.platforms.cpu.attention.CPUSparseMLABackend"
 
 
@@ -110,13 +111,21 @@ def check_offload(vllm_config: VllmConfig, index_topk: int | None) -> None:
         device_bytes = vllm_config.cache_config.kv_cache_memory_bytes
         if config.enabled and device_bytes is not None:
             plan = capacity_of(vllm_config, config, device_bytes)
-            # vLLM checks a configuration again, also in child processes, once the engine has its memory:
-            # only the first time is that memory still free.
-            if os.environ.setdefault(MEMORY_CHECKED, str(os.getpid())) == str(os.getpid()):
-                os.environ[MEMORY_CHECKED] = "done"
+            if memory_is_still_free():
                 check_machine_memory(plan)
     except ConfigError as error:
         refuse(error)
+
+
+_CHECKS = count()
+
+
+def memory_is_still_free() -> bool:
+    """Whether this is the process's first check, and the process isn't an engine's own child.
+
+    vLLM checks a configuration again, there and here, once the engine has its memory.
+    """
+    return multiprocessing.parent_process() is None and next(_CHECKS) == 0
 
 
 def check_not_available_yet(vllm_config: VllmConfig) -> None:
