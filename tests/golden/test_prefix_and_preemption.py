@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 from engine import worst_difference
 from lab import OFFLOAD
+from workloads import WORKLOADS
 
 from vllm_kvoffload.runtime import DelayPlan
 
@@ -91,6 +92,20 @@ def test_preemption(lab, pool):
     assert len(set(result.trace.preempted)) >= 2
     assert all(outcome.finished for outcome in result.outcomes)
     assert difference == 0.0
+
+
+def test_preempted_requests_hold_no_row(lab):
+    under_test = lab.engine(offload=OFFLOAD, **WORKLOADS["preempted"].options)
+    scheduler, rows = under_test.scheduler, under_test.manager.rows
+    waiting = []
+
+    def check(_step, _outcomes):
+        running = {request.request_id for request in scheduler.running}
+        assert set(rows.live) <= running | scheduler.finished_req_ids
+        waiting.extend(name for name in under_test.trace.preempted if name not in waiting)
+
+    lab.run("preempted", offload=OFFLOAD, before_step=check)
+    assert waiting
 
 
 def test_preemption_equals_a_pool_where_nothing_is_preempted(lab):
