@@ -3,6 +3,7 @@
 #   scripts/sanitize.sh [rounds] [seed]
 # Environment: BUILD_DIR (default build/sanitize), SANITIZERS (default "address,undefined thread").
 set -eu
+unset LD_PRELOAD  # a process that has had vLLM in it preloads libraries, and ASan's runtime must come first
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 rounds=${1:-300}

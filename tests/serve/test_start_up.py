@@ -61,12 +61,31 @@ def serving(words: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
         process = subprocess.Popen(
             words, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
+    before = queues()
     try:
         yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(EXIT_DEADLINE_S)
+        remove_queues(queues() - before)
+
+
+def queues() -> set[Path]:
+    """vLLM's message queues: Python's shared memory, which SIGKILL of a whole process group leaves behind."""
+    shared = Path("/dev/shm")
+    return {*shared.glob("psm_*"), *shared.glob("sem.mp-*")}
+
+
+def remove_queues(left: set[Path]) -> None:
+    """Removes what no process has mapped any more."""
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            mapped.update(line.split()[5] for line in maps.read_text().splitlines() if "/dev/shm/" in line)
+    for path in left:
+        if str(path) not in mapped:
+            path.unlink(missing_ok=True)
 
 
 def free_port() -> int:
