@@ -91,4 +91,4 @@ class SlowStart:
         self._calls = count()
 
     def delay_s(self, *_):
-        return 0.3 if next(self._calls) == 0 else 0.0
+        return 2.0 if next(self._calls) == 0 else 0.0

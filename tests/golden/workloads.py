@@ -43,6 +43,10 @@ def _mixed() -> tuple[Job, ...]:
     )
 
 
+def _brief() -> tuple[Job, ...]:
+    return (Job(prompt(90, 11), max_tokens=20), Job(prompt(640, 11), max_tokens=16))  # for big models
+
+
 def _prefix() -> tuple[Job, ...]:
     first, conversation = prompt(640, 4), prompt(200, 4)
     return (
@@ -104,6 +108,7 @@ WORKLOADS = {
     "short": Workload(_short()),
     "long": Workload(_long()),
     "mixed": Workload(_mixed()),
+    "brief": Workload(_brief()),
     "prefix": Workload(_prefix()),
     "abort": Workload(_abort()),
     "churn": Workload(_churn()),
