@@ -48,6 +48,7 @@ def test_the_users_choices_survive(checkpoint: Path) -> None:
         ({**OFFLOAD, "topk_buffer_size": 96}, {}, "topk_buffer_size=96"),
         ({**OFFLOAD, "polcy": "rrip"}, {}, "did you mean 'policy'"),
         ({**OFFLOAD, "enabled": "true"}, {}, "enabled='true'"),
+        (OFFLOAD, {"kv_cache_memory_bytes": None}, "kv_cache_memory_bytes=None"),
         (OFFLOAD, {"num_gpu_blocks_override": 1 << 20}, "num_gpu_blocks_override=1048576"),
         (
             OFFLOAD,

@@ -109,7 +109,10 @@ def check_offload(vllm_config: VllmConfig, index_topk: int | None) -> None:
         if config.enabled:
             check_not_available_yet(vllm_config)
         device_bytes = vllm_config.cache_config.kv_cache_memory_bytes
-        if config.enabled and device_bytes is not None:
+        if config.enabled:
+            if device_bytes is None:
+                rule = "must be set with the offload on CPU, where host pool and device KV share one memory"
+                raise ConfigError("kv_cache_memory_bytes", None, rule, "pass --kv-cache-memory-bytes")
             plan = capacity_of(vllm_config, config, device_bytes)
             if memory_is_still_free():
                 check_machine_memory(plan)
