@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ def _lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     lab = Lab(tmp_path_factory.mktemp("golden"))
     yield lab
     lab.close()
+    gc.unfreeze()  # see EngineUnderTest.close: at exit everything is to be looked at
 
 
 @pytest.fixture
