@@ -42,6 +42,10 @@ class CheckpointSpec:
     `layer_pattern` has one letter per layer: F runs an indexer, S reuses the choice of the last F before
     it. It is written to config.json under the key that `sharing_key` names. `model_type` "deepseek_v3" is
     plain MLA: it has no indexer and no `index_topk`, and its pattern counts layers only.
+
+    `num_mtp_layers` layers that predict the token after the next one follow the pattern's. They make drafts
+    that are right now and then: for that the model's own layers are quieter than in a checkpoint without
+    MTP. With `mtp_index_share` an engine makes all drafts of a step with the choice of the first.
     """
 
     model_type: Literal["glm_moe_dsa", "deepseek_v32", "deepseek_v3"] = "glm_moe_dsa"
@@ -67,6 +71,8 @@ class CheckpointSpec:
     n_routed_experts: int = 8
     num_experts_per_tok: int = 2
     rope_theta: float = 10000.0
+    num_mtp_layers: int = 0
+    mtp_index_share: bool = False
 
     def __post_init__(self) -> None:
         pattern = self.layer_pattern
@@ -81,10 +87,14 @@ class CheckpointSpec:
                 f"qk_rope_head_dim: {self.qk_rope_head_dim} must be even and at most index_head_dim "
                 f"({self.index_head_dim})"
             )
+        if self.num_mtp_layers < 0:
+            raise ValueError(f"num_mtp_layers: {self.num_mtp_layers} must not be negative")
+        if self.mtp_index_share and (not self.num_mtp_layers or self.model_type != "glm_moe_dsa"):
+            raise ValueError("mtp_index_share: needs MTP layers and model_type glm_moe_dsa")
 
     @property
     def num_layers(self) -> int:
-        """Number of decoder layers."""
+        """Number of decoder layers, MTP layers not counted."""
         return len(self.layer_pattern)
 
     @property
@@ -134,11 +144,17 @@ MODELS: Mapping[str, CheckpointSpec] = {
     "glm-tiny": _TINY,
     "dsv32": dataclasses.replace(_GLM, model_type="deepseek_v32", layer_pattern="FFFFFF"),
     "dsv32-tiny": dataclasses.replace(_TINY, model_type="deepseek_v32", layer_pattern="FFF"),
+    "glm-mtp": dataclasses.replace(_GLM, num_mtp_layers=1, mtp_index_share=True),
+    "glm-tiny-mtp": dataclasses.replace(_TINY, num_mtp_layers=1, mtp_index_share=True),
+    "dsv32-tiny-mtp": dataclasses.replace(
+        _TINY, model_type="deepseek_v32", layer_pattern="FFF", num_mtp_layers=1
+    ),
     "mla": dataclasses.replace(_WIDE, model_type="deepseek_v3", layer_pattern="FFFF"),
 }
 """Named specs: the demo's GLM, one with true row sizes (512 + 64), a tiny one for tests, DeepSeek-V3.2
-(every layer has an indexer; serve it with tokenizer mode "hf") and an MLA model without sparse attention,
-for refusals; its row sizes are the only ones that vLLM's own CPU attention takes."""
+(every layer has an indexer; serve it with tokenizer mode "hf"), variants with an MTP layer, and an MLA
+model without sparse attention, for refusals; its row sizes are the only ones that vLLM's own CPU attention
+takes."""
 
 
 def model_config(spec: CheckpointSpec) -> dict[str, Any]:
@@ -179,7 +195,7 @@ def model_config(spec: CheckpointSpec) -> dict[str, Any]:
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
         "tie_word_embeddings": False,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": spec.num_mtp_layers,
         "use_cache": True,
         "initializer_range": 0.02,
         "pad_token_id": text.PAD_ID,
@@ -198,6 +214,8 @@ def model_config(spec: CheckpointSpec) -> dict[str, Any]:
             config["indexer_types"] = [{"F": "full", "S": "shared"}[letter] for letter in spec.layer_pattern]
         else:
             config["index_topk_pattern"] = spec.layer_pattern
+        if spec.num_mtp_layers:
+            config["index_share_for_mtp_iteration"] = spec.mtp_index_share
     return config
 
 

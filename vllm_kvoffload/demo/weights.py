@@ -9,6 +9,11 @@ nothing, and the indexer would choose a fresh random set in every step. So
   share depends on the query token. Consecutive choices overlap like those of trained models;
 - attention latents, MLPs and logits are blind to m, so that outputs depend on the context and not on a
   constant; latents are also blind to what the indexer looks at.
+
+An MTP layer sees the next token's embedding, and what the model made of the tokens before it. Its attention
+is the first layer's, so that it knows as much of the next hidden state as that layer does; in a model with
+MTP layers everything after the first attention is `quiet`, which makes that part large enough for drafts to
+be right now and then.
 """
 
 from __future__ import annotations
@@ -50,6 +55,8 @@ class Scales:
     index_content: float = 0.25
     index_distance: float = 0.6
     norm_jitter: float = 0.1
+    quiet: float = 0.4  # factor on all outputs after the first attention, in models with MTP layers
+    mtp_hidden: float = 0.2  # what an MTP layer takes from the hidden state of the token before
 
 
 class _Builder:
@@ -94,6 +101,8 @@ def random_weights(spec: CheckpointSpec, scales: Scales | None = None) -> dict[s
     _embeddings(builder)
     for layer in range(spec.num_layers):
         _layer(builder, layer)
+    for layer in range(spec.num_layers, spec.num_layers + spec.num_mtp_layers):
+        _mtp_layer(builder, layer)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[spec.dtype]
     state: dict[str, torch.Tensor] = {}
     for name, array in builder.tensors.items():
@@ -120,14 +129,23 @@ def _mean_share(builder: _Builder, layer: int, after_attention: bool = False) ->
     """Expected rms share of m in the normalised input of a layer: blocks add variance, m stays."""
     scales = builder.scales
     blocks = layer * (0.6 + scales.mlp_output**2) + (0.6 if after_attention else 0.0)
+    if builder.spec.num_mtp_layers:
+        first = 0.6 if layer or after_attention else 0.0
+        blocks = first + (blocks - first) * scales.quiet**2
     return scales.mean_share / math.sqrt(1.0 + blocks)
 
 
+def _volume(builder: _Builder, first_attention: bool = False) -> float:
+    """Factor on the output of an attention or MLP."""
+    return builder.scales.quiet if builder.spec.num_mtp_layers and not first_attention else 1.0
+
+
 def _layer(builder: _Builder, layer: int) -> None:
-    spec, scales = builder.spec, builder.scales
+    spec = builder.spec
     prefix = f"model.layers.{layer}."
     norm = builder.norm(prefix + "input_layernorm.weight", spec.hidden_size)
-    _attention(builder, prefix + "self_attn.", norm * builder.mean)
+    volume = _volume(builder, first_attention=layer == 0)
+    _attention(builder, prefix + "self_attn.", norm * builder.mean, volume)
     if spec.has_indexer:
         owner = spec.layer_pattern.rindex("F", 0, layer + 1)
         if owner == layer:
@@ -135,22 +153,52 @@ def _layer(builder: _Builder, layer: int) -> None:
         # else the chosen rows would resemble each other, and attention would give nearly the same every time
         chosen_by = builder.tensors[f"model.layers.{owner}.self_attn.indexer.wk.weight"]
         builder.blind(prefix + "self_attn.kv_a_proj_with_mqa.weight", norm * builder.mean, chosen_by)
+    _feed_forward(builder, layer)
+
+
+def _feed_forward(builder: _Builder, layer: int) -> None:
+    spec, scales, volume = builder.spec, builder.scales, _volume(builder)
+    prefix = f"model.layers.{layer}."
     seen_mean = builder.norm(prefix + "post_attention_layernorm.weight", spec.hidden_size) * builder.mean
+    mlp_output, expert_output = scales.mlp_output * volume, scales.expert_output * volume
     if layer < spec.num_dense_layers:
-        _mlp(builder, prefix + "mlp.", spec.intermediate_size, scales.mlp_output, seen_mean)
+        _mlp(builder, prefix + "mlp.", spec.intermediate_size, mlp_output, seen_mean)
         return
     router = builder.linear(
         prefix + "mlp.gate.weight", spec.n_routed_experts, spec.hidden_size, scales.router
     )
     bias = 0.1 * builder.normal(prefix + "mlp.gate.e_score_correction_bias", router.shape[0])
     builder.tensors[prefix + "mlp.gate.e_score_correction_bias"] = bias
-    _mlp(builder, prefix + "mlp.shared_experts.", spec.moe_intermediate_size, scales.mlp_output, seen_mean)
+    _mlp(builder, prefix + "mlp.shared_experts.", spec.moe_intermediate_size, mlp_output, seen_mean)
     for expert in range(spec.n_routed_experts):
         name = f"{prefix}mlp.experts.{expert}."
-        _mlp(builder, name, spec.moe_intermediate_size, scales.expert_output, seen_mean)
+        _mlp(builder, name, spec.moe_intermediate_size, expert_output, seen_mean)
 
 
-def _attention(builder: _Builder, prefix: str, seen_mean: Array) -> None:
+def _mtp_layer(builder: _Builder, layer: int) -> None:
+    """A layer that gets a hidden state and the next token's embedding, and predicts that token's state."""
+    spec, scales = builder.spec, builder.scales
+    prefix, hidden = f"model.layers.{layer}.", spec.hidden_size
+    for name in [name for name in builder.tensors if name.startswith("model.layers.0.")]:
+        part = name.removeprefix("model.layers.0.")
+        if part.startswith(("input_layernorm.", "self_attn.")):
+            builder.tensors[prefix + part] = builder.tensors[name].copy()
+    _feed_forward(builder, layer)
+    embedding_norm = builder.norm(prefix + "enorm.weight", hidden)
+    hidden_norm = builder.norm(prefix + "hnorm.weight", hidden)
+    name = prefix + "eh_proj.weight"
+    builder.linear(name, hidden, hidden, scales.mtp_hidden)
+    builder.blind(name, hidden_norm * builder.tensors["model.norm.weight"] * builder.mean)
+    builder.tensors[name] = np.hstack([np.diag(1 / embedding_norm), builder.tensors[name]])
+    for part, source in (
+        ("embed_tokens", "model.embed_tokens"),
+        ("shared_head.norm", "model.norm"),
+        ("shared_head.head", "lm_head"),
+    ):
+        builder.tensors[f"{prefix}{part}.weight"] = builder.tensors[f"{source}.weight"].copy()
+
+
+def _attention(builder: _Builder, prefix: str, seen_mean: Array, volume: float) -> None:
     spec, scales = builder.spec, builder.scales
     heads = spec.num_attention_heads
     qk_head_dim = spec.qk_nope_head_dim + spec.qk_rope_head_dim
@@ -163,9 +211,8 @@ def _attention(builder: _Builder, prefix: str, seen_mean: Array) -> None:
     builder.norm(prefix + "kv_a_layernorm.weight", spec.kv_lora_rank)
     kv_rows = heads * (spec.qk_nope_head_dim + spec.v_head_dim)
     builder.linear(prefix + "kv_b_proj.weight", kv_rows, spec.kv_lora_rank)
-    builder.linear(
-        prefix + "o_proj.weight", spec.hidden_size, heads * spec.v_head_dim, scales.attention_output
-    )
+    output = scales.attention_output * volume
+    builder.linear(prefix + "o_proj.weight", spec.hidden_size, heads * spec.v_head_dim, output)
 
 
 def _mlp(builder: _Builder, prefix: str, size: int, gain: float, seen_mean: Array) -> None:
