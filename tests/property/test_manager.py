@@ -30,8 +30,8 @@ from vllm_kvoffload.runtime import CpuRuntime, DelayPlan, TaskFailedError, WaitT
 from vllm_kvoffload.sparse.host_store import HostStore
 from vllm_kvoffload.sparse.hot_pool import HotPool
 from vllm_kvoffload.sparse.manager import SparseKVManager
-from vllm_kvoffload.sparse.offloaded import OffloadedKV
-from vllm_kvoffload.sparse.rows import RowError
+from vllm_kvoffload.sparse.prefetch import FollowerPrefetch
+from vllm_kvoffload.sparse.rows import RowError, RowLease, RowTable
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -422,7 +422,11 @@ def buffer_closed_before_attention(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_by_batch_index(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SparseKVManager, "_row", lambda _self, req_id, batch: batch.req_ids.index(req_id))
+    def row(_self: SparseKVManager, req_id: str, batch: Any) -> RowLease:
+        return RowLease(batch.req_ids.index(req_id), 0)
+
+    patch.setattr(SparseKVManager, "_row", row)
+    patch.setattr(RowTable, "check", lambda *_: True)
 
 
 def known_after_release(patch: pytest.MonkeyPatch) -> None:
@@ -435,15 +439,17 @@ def known_after_release(patch: pytest.MonkeyPatch) -> None:
 
 
 def followers_not_served(patch: pytest.MonkeyPatch) -> None:
-    real = OffloadedKV._decode_part
+    def fetch(self: FollowerPrefetch, layer: int, _plan: Any, _step: Any) -> None:
+        self._fetched[layer] = 0
 
-    def decode_part(self: OffloadedKV, topk: torch.Tensor, batch: Any) -> Any:
-        group = self._manager.geometry.group_of(self._layer)
-        if group.owner != self._layer:
-            self._manager.hot.groups[group.index].plan.miss_counts.zero_()
-        return real(self, topk, batch)
+    patch.setattr(FollowerPrefetch, "_fetch", fetch)
 
-    patch.setattr(OffloadedKV, "_decode_part", decode_part)
+
+def prefetches_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    def take(self: FollowerPrefetch, layer: int) -> int | None:
+        return None if self._events.pop(layer, None) is None else self._fetched.pop(layer, 0)
+
+    patch.setattr(FollowerPrefetch, "take", take)
 
 
 def no_wait_for_ranks_before_loads(patch: pytest.MonkeyPatch) -> None:
@@ -499,6 +505,10 @@ PLANTED = {
     "rejected drafts stay after a prefill": Planted(disabled(HotPool, "forget_beyond"), setup=sessions),
     "new rows are not written": Planted(disabled(ops, "write_rows")),
     "misses are not fetched for followers": Planted(followers_not_served),
+    "prefetches are not awaited": Planted(prefetches_not_awaited),
+    "prefetches of a failed step are not joined": Planted(
+        disabled(FollowerPrefetch, "join"), run_failing_program
+    ),
     "ranks: loads run ahead of the writer": Planted(
         no_wait_for_ranks_before_loads, run_rank_pair, setup=single_prefill_layer
     ),

@@ -8,7 +8,6 @@ then serves attention. Everything that must be given back is given back in :meth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -20,55 +19,18 @@ from vllm_kvoffload.config import SparseOffloadConfig
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.layerwise.prefill_stream import PrefillRequest, PrefillStream
 from vllm_kvoffload.runtime.base import Runtime
+from vllm_kvoffload.sparse.delivery import DecodeParts, Delivery, InPlaceDelivery
 from vllm_kvoffload.sparse.host_store import HostStore
 from vllm_kvoffload.sparse.hot_pool import GroupPool, HotPool
 from vllm_kvoffload.sparse.offloaded import OffloadedKV
 from vllm_kvoffload.sparse.paged import PagedKV
-from vllm_kvoffload.sparse.rows import RowTable
+from vllm_kvoffload.sparse.rows import RowLease, RowTable
 from vllm_kvoffload.sparse.stats import OffloadStats
 from vllm_kvoffload.sparse.step import StepBatch
+from vllm_kvoffload.sparse.step_state import PrefillSpan, StepState
 
 DEADLINE_S = 60.0
 """Bound of every wait for a copy; copies take milliseconds, so this only ends what is stuck."""
-
-
-@dataclass(frozen=True)
-class PrefillSpan:
-    """A prefilling request of a step: batch index, query tokens ``start .. stop``, and its length in tokens
-    before and after the step."""
-
-    request: int
-    start: int
-    stop: int
-    computed: int
-    length: int
-
-
-@dataclass(frozen=True)
-class StepState:
-    """A step's batch, sorted. N' decoding requests with T' query tokens in all.
-
-    Attributes:
-        decode: batch indices of the decoding requests; prefill: the others.
-        decode_late: whether a decoding request's prefix is written in this very step.
-        fresh: requests that had not run before.
-        decode_tokens: int64 [T'] query tokens of the step; token_rows: int32 [T'] their rows.
-        first_slots: int64 [T', 1] flat number of the first slot of each token's row.
-        decode_start_loc: int32 [N'+1]; decode_seq_lens, decode_rows: int32 [N'].
-        decode_block_table: int32 [N', B].
-    """
-
-    decode: npt.NDArray[np.int64]
-    prefill: tuple[PrefillSpan, ...]
-    decode_late: bool
-    fresh: tuple[str, ...]
-    decode_tokens: torch.Tensor
-    token_rows: torch.Tensor
-    first_slots: torch.Tensor
-    decode_start_loc: torch.Tensor
-    decode_seq_lens: torch.Tensor
-    decode_rows: torch.Tensor
-    decode_block_table: torch.Tensor
 
 
 class SparseKVManager:
@@ -112,6 +74,9 @@ class SparseKVManager:
             max_query_len=self.max_query_len,
         )
         self.store = HostStore(host_layers, runtime, writer=writer, barrier=barrier, deadline_s=deadline_s)
+        self.delivery: Delivery = InPlaceDelivery(
+            DecodeParts(self.store, self.hot, self.rows, runtime, self._stats, deadline_s)
+        )
         block_size = host_layers[0].shape[1]
         buffer_tokens = -(-max_model_len // block_size) * block_size
         buffers = torch.zeros((prefill_buffers, buffer_tokens, geometry.main_row_bytes), dtype=torch.uint8)
@@ -121,7 +86,6 @@ class SparseKVManager:
         self._step: StepState | None = None
         self._step_done = True
         self._planned = -1  # the group whose plan and indices are in use
-        self._indices = torch.empty(0)
 
     @property
     def stats(self) -> OffloadStats:
@@ -171,8 +135,9 @@ class SparseKVManager:
 
         A plan marks rows as resident before the group's layers have fetched them.
         """
+        complete = self.delivery.join()
         for pool in self.hot.groups:
-            if pool.unserved:
+            if pool.unserved or not complete:
                 for row in self.step.decode_rows.tolist():
                     pool.residency.reset_row(row)
                 pool.unserved = 0
@@ -184,7 +149,8 @@ class SparseKVManager:
     def _sort(self, batch: StepBatch, fresh: tuple[str, ...], late: npt.NDArray[np.bool_]) -> StepState:
         is_decode, computed = batch.query_lens <= self.max_query_len, batch.computed
         decode, starts = np.flatnonzero(is_decode), batch.query_start_loc
-        rows = np.array([self._row(batch.req_ids[n], batch) for n in decode], dtype=np.int32)
+        leases = tuple(self._row(batch.req_ids[n], batch) for n in decode)
+        rows = np.array([lease.row for lease in leases], dtype=np.int32)
         lengths = batch.query_lens[decode]
         start_loc = np.zeros(len(decode) + 1, dtype=np.int32)
         np.cumsum(lengths, out=start_loc[1:])
@@ -205,16 +171,17 @@ class SparseKVManager:
             decode_seq_lens=torch.from_numpy(np.ascontiguousarray(batch.seq_lens[decode])),
             decode_rows=torch.from_numpy(rows),
             decode_block_table=batch.block_table[torch.from_numpy(decode)].contiguous(),
+            leases=leases,
         )
 
-    def _row(self, req_id: str, batch: StepBatch) -> int:
+    def _row(self, req_id: str, batch: StepBatch) -> RowLease:
         lease = self.rows.lookup(req_id)
         if lease is None:
             if not self.rows.num_free:
                 self._free_idle_row(batch)
             lease = self.rows.acquire(req_id)
             self.hot.reset_row(lease.row)
-        return lease.row
+        return lease
 
     def _forget_rewritten(self, batch: StepBatch) -> None:
         """Drops hot rows that a prefill makes stale; for decode the plan does this (I-2).
@@ -257,9 +224,9 @@ class SparseKVManager:
             late[n] = bool(np.isin(prefix, written[~own]).any())
         return late
 
-    def plan_group(self, layer: int, topk: torch.Tensor) -> tuple[GroupPool, torch.Tensor]:
-        """The plan of a layer's index group, and the flat hot row of every chosen position, int64 [T', K],
-        -1 for none. Made when the group's owner asks, reused by the followers.
+    def plan_group(self, layer: int, topk: torch.Tensor) -> GroupPool:
+        """The layer's index group with the step's plan. Made when the group's owner asks, reused by the
+        followers. ``topk``: int32 [T, K], the choices of all query tokens.
 
         Raises:
             RuntimeError: a follower asks, but its group's plan isn't the last that was made in this step.
@@ -267,33 +234,14 @@ class SparseKVManager:
         group = self.geometry.group_of(layer)
         pool = self.hot.groups[group.index]
         if group.owner == layer:
-            self._plan(pool, topk)
+            self.delivery.plan(pool, topk[self.step.decode_tokens], self.step)
+            pool.unserved = len(group.layers)
             self._planned = group.index
         elif self._planned != group.index:
             raise RuntimeError(
                 f"layer {layer} runs, but layer {group.owner} has not chosen for it in this step"
             )
-        return pool, self._indices
-
-    def _plan(self, pool: GroupPool, topk: torch.Tensor) -> None:
-        step, plan = self.step, pool.plan
-        ops.dsa_plan(
-            topk[step.decode_tokens],
-            step.decode_start_loc,
-            step.decode_seq_lens,
-            step.decode_rows,
-            pool.residency,
-            plan,
-            self.hot.workspace,
-        )
-        pool.unserved = len(pool.group.layers)
-        slots = plan.slots[: len(step.decode_tokens)]
-        self._indices = (slots + step.first_slots).masked_fill_(slots < 0, -1)
-        hits, misses, new, displaced = plan.stats[:4].tolist()
-        self._stats.hits += hits
-        self._stats.misses += misses
-        self._stats.new_rows += new
-        self._stats.displaced += displaced
+        return pool
 
     def finish_layer(self, layer: int) -> None:
         """Attention of a layer is done in this step."""
@@ -302,6 +250,7 @@ class SparseKVManager:
 
     def release(self, req_ids: Iterable[str]) -> None:
         """Frees the rows of requests that finished, were aborted or preempted. Unknown ids are fine."""
+        self._settle()  # before a row gets another owner, nothing may be on its way to it
         for req_id in req_ids:
             self._seen.discard(req_id)
             if self.rows.lookup(req_id) is not None:
@@ -309,5 +258,5 @@ class SparseKVManager:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory in use here: hot rows, residencies, prefill buffers. Indexer caches are vLLM's."""
-        return self.hot.nbytes + self.prefill.nbytes
+        """Device memory in use here: hot rows, residencies, buffers. Indexer caches are vLLM's."""
+        return self.hot.nbytes + self.delivery.nbytes + self.prefill.nbytes

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_kvoffload import ops
 from vllm_kvoffload.sparse.paged import PagedKV, physical_rows
 from vllm_kvoffload.sparse.step import AttendPart, StepBatch
 
@@ -61,26 +60,10 @@ class OffloadedKV:
 
     def _decode_part(self, topk: torch.Tensor, batch: StepBatch) -> AttendPart:
         manager, step = self._manager, self._manager.step
-        pool, indices = manager.plan_group(self._layer, topk)
-        if step.decode_late:
-            manager.store.await_layer(self._layer)
-        hot = manager.hot.layers[self._layer]
-        plan = pool.plan
-        fetched = ops.dsa_serve(
-            manager.store.layers[self._layer],
-            hot,
-            step.decode_block_table,
-            step.decode_rows,
-            plan.miss_ids,
-            plan.miss_slots,
-            plan.miss_counts,
-        )
-        manager.stats.fetched_bytes += fetched
-        new_rows = self._new_rows[step.decode_tokens]
-        count = len(step.decode_tokens)
-        ops.write_rows(hot, step.token_rows, new_rows.view(torch.uint8), plan.new_slots[:count])
-        pool.unserved -= 1
-        part = AttendPart(step.decode_tokens, hot.view(self._new_rows.dtype).flatten(0, 1), indices)
+        pool = manager.plan_group(self._layer, topk)
+        new_rows = self._new_rows[step.decode_tokens].view(torch.uint8)
+        rows, indices = manager.delivery.deliver(self._layer, pool, new_rows, step)
+        part = AttendPart(step.decode_tokens, rows.view(self._new_rows.dtype), indices)
         if self._device is not None:
             self._compare(part, topk, batch)
         return part

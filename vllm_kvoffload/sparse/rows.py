@@ -7,7 +7,10 @@ at every release, and whatever was queued for an older generation must be droppe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import torch
 
 
 class RowLease(NamedTuple):
@@ -98,6 +101,11 @@ class RowTable:
         if not 0 <= row < self.num_rows:
             raise ValueError(f"row={row}: expected 0 <= row < {self.num_rows}")
         return self._owners[row] is not None and self._generations[row] == generation
+
+    def still_leased(self, rows: torch.Tensor, leases: Sequence[RowLease]) -> torch.Tensor:
+        """The rows, int32 [N], with -1 for those whose lease, one for each, has ended."""
+        live = [self.check(lease.row, lease.generation) for lease in leases]
+        return rows if all(live) else rows.masked_fill(~torch.tensor(live), -1)
 
     def check_empty(self) -> None:
         """Raise RowLeakError if any request still holds a row."""

@@ -1,0 +1,158 @@
+"""Exact prefetch of followers, alone: what it fetches, what it drops, what it leaves behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_kvoffload import ops
+from vllm_kvoffload.geometry import Component, KVGeometry
+from vllm_kvoffload.runtime import CpuRuntime, TaskFailedError, WaitTimeoutError
+from vllm_kvoffload.sparse.host_store import HostStore
+from vllm_kvoffload.sparse.hot_pool import GroupPool, HotPool
+from vllm_kvoffload.sparse.prefetch import STREAM, FollowerPrefetch
+from vllm_kvoffload.sparse.rows import RowTable
+from vllm_kvoffload.sparse.step_state import StepState
+
+ROW_BYTES, TOPK, BLOCK = 8, 4, 4
+ROW = (Component("kv", ROW_BYTES),)
+GEOMETRY = KVGeometry("model", ("full", "shared", "shared"), "test", TOPK, ROW, ROW, 0, 0)  # type: ignore[arg-type]
+DEADLINE_S = 10.0
+
+
+class Bench:
+    """Two decoding requests with all of their choices missing, and a prefetch stream that can be held."""
+
+    def __init__(self, runtime: CpuRuntime, deadline_s: float = DEADLINE_S) -> None:
+        self.rows = RowTable(2)
+        self.hot = HotPool(GEOMETRY, num_rows=2, num_slots=16, ways=16, policy="rrip", max_query_len=1)
+        host = [torch.full((4, BLOCK, ROW_BYTES), 10 * layer + 1, dtype=torch.uint8) for layer in range(3)]
+        store = HostStore(host, runtime, writer=True, barrier=None, deadline_s=deadline_s)
+        self.prefetch = FollowerPrefetch(store, self.hot, self.rows, runtime, deadline_s)
+        self.leases = tuple(self.rows.acquire(name) for name in ("a", "b"))
+        self._stream, self._go_on = runtime.stream(STREAM), threading.Event()
+        self.pool: GroupPool = self.hot.groups[0]
+
+    def hold(self) -> None:
+        self._stream.submit(self._go_on.wait, 20)
+
+    def go_on(self) -> None:
+        self._go_on.set()
+
+    def start(self) -> StepState:
+        step = self._step()
+        topk = torch.arange(TOPK, dtype=torch.int32).repeat(2, 1)
+        ops.dsa_plan(
+            topk,
+            step.decode_start_loc,
+            step.decode_seq_lens,
+            step.decode_rows,
+            self.pool.residency,
+            self.pool.plan,
+            self.hot.workspace,
+        )
+        assert self.pool.plan.miss_counts.tolist() == [TOPK, TOPK]
+        self.prefetch.start(self.pool, step)
+        return step
+
+    def fetched(self, layer: int, row: int) -> int:
+        """Slots of a row that hold something."""
+        return int((self.hot.layers[layer][row] != 0).any(1).sum())
+
+    def _step(self) -> StepState:
+        rows = torch.tensor([lease.row for lease in self.leases], dtype=torch.int32)
+        return StepState(
+            decode=np.arange(2),
+            prefill=(),
+            decode_late=False,
+            fresh=(),
+            decode_tokens=torch.arange(2),
+            token_rows=rows,
+            first_slots=(rows.long() * 16).unsqueeze(1),
+            decode_start_loc=torch.arange(3, dtype=torch.int32),
+            decode_seq_lens=torch.tensor([7, 7], dtype=torch.int32),
+            decode_rows=rows,
+            decode_block_table=torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
+            leases=self.leases,
+        )
+
+
+@pytest.fixture
+def runtime() -> Iterator[CpuRuntime]:
+    with CpuRuntime() as runtime:
+        yield runtime
+
+
+def test_followers_get_what_the_owner_planned(runtime: CpuRuntime) -> None:
+    bench = Bench(runtime)
+    bench.start()
+    for layer in (1, 2):
+        assert bench.prefetch.take(layer) == 2 * TOPK * ROW_BYTES
+        assert [bench.fetched(layer, row) for row in (0, 1)] == [TOPK, TOPK]
+        assert bench.hot.layers[layer].max() == 10 * layer + 1
+        assert bench.prefetch.take(layer) is None  # taken
+    assert bench.fetched(0, 0) == 0  # the owner fetches for itself
+
+
+def test_a_row_with_a_new_owner_is_left_alone(runtime: CpuRuntime) -> None:
+    bench = Bench(runtime)
+    bench.hold()
+    bench.start()
+    gone = bench.rows.release("a")
+    assert bench.rows.acquire("c").row == gone.row
+    bench.go_on()
+    assert bench.prefetch.take(1) == TOPK * ROW_BYTES
+    assert [bench.fetched(1, lease.row) for lease in bench.leases] == [0, TOPK]
+
+
+def test_a_follower_waits_for_its_own_rows_only(runtime: CpuRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, real, started = Bench(runtime), ops.dsa_serve, threading.Event()
+
+    def serve(host: torch.Tensor, hot: torch.Tensor, *args: Any) -> int:
+        if hot is bench.hot.layers[2]:
+            assert started.wait(20)
+        return real(host, hot, *args)
+
+    monkeypatch.setattr(ops, "dsa_serve", serve)
+    bench.start()
+    assert bench.prefetch.take(1) == 2 * TOPK * ROW_BYTES
+    started.set()
+    assert bench.prefetch.take(2) == 2 * TOPK * ROW_BYTES
+
+
+def test_a_failed_fetch_fails_its_layer_and_nothing_later(
+    runtime: CpuRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, real = Bench(runtime), ops.dsa_serve
+
+    def serve(*_: Any) -> int:
+        raise OSError("bad page")
+
+    monkeypatch.setattr(ops, "dsa_serve", serve)
+    bench.start()
+    with pytest.raises(TaskFailedError, match="bad page"):
+        bench.prefetch.take(1)
+    bench.prefetch.join()
+    monkeypatch.setattr(ops, "dsa_serve", real)
+    for row in (0, 1):
+        bench.hot.reset_row(row)
+    bench.start()
+    assert bench.prefetch.take(1) == 2 * TOPK * ROW_BYTES
+
+
+def test_a_stuck_fetch_ends_at_the_deadline_and_is_still_joined(runtime: CpuRuntime) -> None:
+    bench = Bench(runtime, deadline_s=0.05)
+    bench.hold()
+    bench.start()
+    for wait in (lambda: bench.prefetch.take(1), bench.prefetch.join):
+        with pytest.raises(WaitTimeoutError, match="misses of layer 1"):
+            wait()
+    bench.go_on()
+    runtime.synchronize()
+    bench.prefetch.join()
+    assert bench.prefetch.take(1) is None

@@ -1,0 +1,119 @@
+"""How the rows that a plan names get to attention.
+
+``in_place``: attention reads the hot pool itself; only misses and the step's new rows are copied.
+``compact``: see :mod:`vllm_kvoffload.sparse.compact`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from vllm_kvoffload import ops
+from vllm_kvoffload.runtime.base import Runtime
+from vllm_kvoffload.sparse.host_store import HostStore
+from vllm_kvoffload.sparse.hot_pool import GroupPool, HotPool
+from vllm_kvoffload.sparse.prefetch import FollowerPrefetch, fetch_misses
+from vllm_kvoffload.sparse.rows import RowTable
+from vllm_kvoffload.sparse.stats import OffloadStats
+from vllm_kvoffload.sparse.step_state import StepState
+
+
+@dataclass(frozen=True)
+class DecodeParts:
+    """What a delivery works on."""
+
+    store: HostStore
+    hot: HotPool
+    rows: RowTable
+    runtime: Runtime
+    stats: OffloadStats
+    deadline_s: float
+
+
+class Delivery(Protocol):
+    """Decode's way from choice to rows, for all layers of one worker."""
+
+    def plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState) -> None:
+        """Plans a group's step. ``topk``: int32 [T', K], the choices of the decoding query tokens."""
+
+    def deliver(
+        self, layer: int, pool: GroupPool, new_rows: torch.Tensor, step: StepState
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows uint8 [N, row_bytes] for attention, and where in them every chosen position is, int64 [T', K],
+        -1 for none. ``new_rows``: uint8 [T', row_bytes], which nobody changes any more.
+
+        Raises:
+            TaskFailedError, WaitTimeoutError: rows are missing.
+        """
+
+    def join(self) -> bool:
+        """Waits for all copies in flight. False when rows of the hot pools are not what residency says.
+
+        Raises:
+            WaitTimeoutError: a copy is stuck.
+        """
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of buffers of its own."""
+
+
+def count_plan(stats: OffloadStats, plan: ops.PlanOut) -> None:
+    """Adds a plan to the totals."""
+    hits, misses, new, displaced = plan.stats[:4].tolist()
+    stats.hits += hits
+    stats.misses += misses
+    stats.new_rows += new
+    stats.displaced += displaced
+
+
+class InPlaceDelivery:
+    """A :class:`Delivery` that copies misses and new rows only, followers' misses ahead of time."""
+
+    def __init__(self, parts: DecodeParts) -> None:
+        self._parts = parts
+        self._prefetch = FollowerPrefetch(parts.store, parts.hot, parts.rows, parts.runtime, parts.deadline_s)
+        self._indices = torch.empty(0)
+
+    def plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState) -> None:
+        hot = self._parts.hot
+        ops.dsa_plan(
+            topk,
+            step.decode_start_loc,
+            step.decode_seq_lens,
+            step.decode_rows,
+            pool.residency,
+            pool.plan,
+            hot.workspace,
+        )
+        slots = pool.plan.slots[: len(topk)]
+        self._indices = (slots + step.first_slots).masked_fill_(slots < 0, -1)
+        count_plan(self._parts.stats, pool.plan)
+
+    def deliver(
+        self, layer: int, pool: GroupPool, new_rows: torch.Tensor, step: StepState
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        store, hot, plan = self._parts.store, self._parts.hot, pool.plan
+        fetched = self._prefetch.take(layer)
+        if fetched is None:
+            if step.decode_late:
+                store.await_layer(layer)
+            fetched = fetch_misses(store, hot, layer, step, plan, step.decode_rows)
+        self._parts.stats.fetched_bytes += fetched
+        if layer == pool.group.owner and not step.decode_late:  # a late prefix isn't in the host pool yet
+            self._prefetch.start(pool, step)
+        rows = hot.layers[layer]
+        ops.write_rows(rows, step.token_rows, new_rows, plan.new_slots[: len(new_rows)])
+        pool.unserved -= 1
+        return rows.flatten(0, 1), self._indices
+
+    def join(self) -> bool:
+        self._prefetch.join()
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        return 0

@@ -1,0 +1,100 @@
+"""Exact prefetch: a group's plan says what its follower layers will miss, so their fetches start with it.
+
+Nothing is guessed. The owner's plan names the misses of every layer of its group; while owner and followers
+compute, a side stream brings the followers' rows from the host pool, and each follower waits for its own
+event only.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_kvoffload import ops
+from vllm_kvoffload.runtime.base import Event, Runtime, TaskFailedError
+from vllm_kvoffload.sparse.host_store import HostStore
+from vllm_kvoffload.sparse.hot_pool import GroupPool, HotPool
+from vllm_kvoffload.sparse.rows import RowTable
+from vllm_kvoffload.sparse.step_state import StepState
+
+STREAM = "prefetch"
+
+
+def fetch_misses(
+    store: HostStore, hot: HotPool, layer: int, step: StepState, plan: ops.PlanOut, rows: torch.Tensor
+) -> int:
+    """Brings a plan's misses of one layer into their slots; returns the bytes. Negative rows are skipped."""
+    return ops.dsa_serve(
+        store.layers[layer],
+        hot.layers[layer],
+        step.decode_block_table,
+        rows,
+        plan.miss_ids,
+        plan.miss_slots,
+        plan.miss_counts,
+    )
+
+
+class FollowerPrefetch:
+    """Fetches of the follower layers, in flight.
+
+    Args:
+        store: the host pool. hot: where rows go. rows: who owns which row.
+        runtime: owner of the prefetch stream.
+        deadline_s: bound of every wait.
+    """
+
+    def __init__(
+        self, store: HostStore, hot: HotPool, rows: RowTable, runtime: Runtime, deadline_s: float
+    ) -> None:
+        self._store = store
+        self._hot = hot
+        self._rows = rows
+        self._compute = runtime.current_stream()
+        self._stream = runtime.stream(STREAM)
+        self._deadline_s = deadline_s
+        self._events: dict[int, Event] = {}
+        self._fetched: dict[int, int] = {}
+
+    def start(self, pool: GroupPool, step: StepState) -> None:
+        """Queues the fetches of all followers. The plan must stay as it is until they are taken or joined."""
+        followers = pool.group.layers[1:]
+        if not followers:
+            return
+        self._stream.wait_event(self._compute.record("plan, and last use of the slots it gives away"))
+        for layer in followers:
+            self._stream.submit(self._fetch, layer, pool.plan, step, label=f"prefetch layer {layer}")
+            self._events[layer] = self._stream.record(f"misses of layer {layer}")
+
+    def take(self, layer: int) -> int | None:
+        """Waits until a layer's misses are in their slots. Bytes fetched; None when nothing was queued.
+
+        Raises:
+            TaskFailedError, WaitTimeoutError: the rows are not there.
+        """
+        event = self._events.get(layer)
+        if event is None:
+            return None
+        event.wait(self._deadline_s)
+        del self._events[layer]  # only now: a fetch that is stuck must be joined before its slots are reused
+        return self._fetched.pop(layer)
+
+    def join(self) -> None:
+        """Waits for what a step that failed half-way left behind; whether it worked no longer matters.
+
+        Raises:
+            WaitTimeoutError: a fetch is stuck.
+        """
+        failed = False
+        for event in self._events.values():
+            try:
+                event.wait(self._deadline_s)
+            except TaskFailedError:
+                failed = True
+        self._events.clear()
+        self._fetched.clear()
+        if failed:
+            self._stream.recover()
+
+    def _fetch(self, layer: int, plan: ops.PlanOut, step: StepState) -> None:
+        rows = self._rows.still_leased(step.decode_rows, step.leases)
+        self._fetched[layer] = fetch_misses(self._store, self._hot, layer, step, plan, rows)
