@@ -5,6 +5,7 @@ Symbols: R rows, P slots per row, W ways, S = P / W sets, T query tokens, N requ
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Final, Literal, TypeAlias, get_args
 
 import torch
@@ -19,6 +20,20 @@ DEFAULT_WAYS: Final = 16
 STATS: Final = ("hits", "misses", "new", "displaced", "duplicates", "invalid")
 
 Workspace = _C.Workspace
+
+
+class Kind(IntEnum):
+    """Where the row of a top-k position is, for compact delivery, and what the number beside it means.
+
+    The numbers are those of the seeds' ``dsa_plan``.
+    """
+
+    INVALID = 0  # -1: a token without a request or a request without a row; conformance mode: after a stop
+    POOL_HIT = 1  # slot of the hot pool
+    OLD_MISS = 2  # id, to be fetched from the host pool
+    DECODE_WINDOW = 3  # id, one of the step's new tokens
+    FUTURE_SKIP = 4  # id, beyond the query token's own position
+    NEGATIVE_STOP = 5  # id; stops the positions behind it in conformance mode only
 
 
 class Residency:
@@ -109,22 +124,43 @@ class PlanOut:
         miss_slots: int32 [N, M], the slot each of them goes to.
         miss_counts: int32 [N].
         stats: int64 [6], see ``STATS``; of the last call.
+        compact: whether the buffers of compact delivery exist. Else they have no elements.
+        kinds: int32 [T, K, 2], (kind, number) of every top-k position, see ``Kind``.
+        miss_positions: int32 [N, M], where each miss occurs first: ``t * K + k``, with t counted from the
+            request's first token.
     """
 
-    def __init__(self, max_tokens: int, max_requests: int, topk: int, max_query_len: int) -> None:
+    def __init__(
+        self, max_tokens: int, max_requests: int, topk: int, max_query_len: int, *, compact: bool = False
+    ) -> None:
         capacity = max_query_len * topk
+        self.compact: Final = compact
         self.slots: Final = torch.full((max_tokens, topk), -1, dtype=torch.int32)
         self.new_slots: Final = torch.full((max_tokens,), -1, dtype=torch.int32)
         self.miss_ids: Final = torch.full((max_requests, capacity), -1, dtype=torch.int32)
         self.miss_slots: Final = torch.full((max_requests, capacity), -1, dtype=torch.int32)
         self.miss_counts: Final = torch.zeros(max_requests, dtype=torch.int32)
         self.stats: Final = torch.zeros(len(STATS), dtype=torch.int64)
-        self.handle: Final = _C.PlanOut(
-            self.slots, self.new_slots, self.miss_ids, self.miss_slots, self.miss_counts, self.stats
+        self.kinds: Final = torch.full((max_tokens if compact else 0, topk, 2), -1, dtype=torch.int32)
+        self.miss_positions: Final = torch.full(
+            (max_requests if compact else 0, capacity), -1, dtype=torch.int32
+        )
+        self.handle: Final = _C.PlanOut(*self._buffers[:6])
+
+    @property
+    def _buffers(self) -> tuple[torch.Tensor, ...]:
+        return (
+            self.slots,
+            self.new_slots,
+            self.miss_ids,
+            self.miss_slots,
+            self.miss_counts,
+            self.stats,
+            self.kinds,
+            self.miss_positions,
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        buffers = (self.slots, self.new_slots, self.miss_ids, self.miss_slots, self.miss_counts, self.stats)
-        return sum(int(buffer.nbytes) for buffer in buffers)
+        return sum(int(buffer.nbytes) for buffer in self._buffers)

@@ -1,8 +1,4 @@
-"""Plain Python and numpy reference of every op: the specification that the compiled core must equal.
-
-Same signatures as :mod:`vllm_kvoffload.ops`. Written for reading, not for speed: no vectorisation, no scratch
-kept between calls, scans where the core keeps lists.
-"""
+"""The plan: which slot every chosen token has, and which tokens must be fetched."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_kvoffload.ops.types import STATS, PlanOut, Residency
+from vllm_kvoffload.ops.types import STATS, Kind, PlanOut, Residency
 
 Array: TypeAlias = npt.NDArray[Any]
 # (ages of the set, hand, ways not needed by this step) -> way
@@ -72,9 +68,9 @@ class _RowPlan:
         self.ways: int = self.tags.shape[1]
         self.policy = residency.policy
         self.needed: set[tuple[int, int]] = set()  # (set, way) used by this step
-        self.placed: dict[int, int] = {}  # id -> slot, of ids placed by this step
+        self.slot_of: dict[int, int] = {}  # of ids placed by this step
         self.stats = dict.fromkeys(STATS, 0)
-        self.misses: list[tuple[int, int]] = []  # (id, slot)
+        self.misses: list[tuple[int, int, int]] = []  # (id, slot, position of its first occurrence)
 
     def find(self, token: int) -> int:
         """Slot of a resident id, or NO_SLOT."""
@@ -150,41 +146,72 @@ class _RowPlan:
                 return index * self.ways + way
         raise AssertionError("more ids than slots")
 
-    def resolve(self, token: int, stable: int, new_slots: Array) -> int:
-        """Slot of an id that was not resident when the step began."""
-        if token in self.placed:
-            self.stats["duplicates"] += 1
-            return self.placed[token]
-        slot = self.install(token)
-        if slot == NO_SLOT:
-            slot = self.displace(token)
-        self.placed[token] = slot
+    def describe(self, ids: Array, stable: int, limit: int, slots: Array, kinds: Array) -> None:
+        """The kinds of one query token's positions. ``slots`` are those of the hits: what this step places is
+        not in the pool until it is installed, for duplicates neither."""
+        for k, token in enumerate(ids.tolist()):
+            if token < 0:
+                kinds[k] = Kind.NEGATIVE_STOP, token
+            elif token > limit:
+                kinds[k] = Kind.FUTURE_SKIP, token
+            elif slots[k] != NO_SLOT:
+                kinds[k] = Kind.POOL_HIT, slots[k]
+            else:
+                kinds[k] = Kind.OLD_MISS if token < stable else Kind.DECODE_WINDOW, token
+
+    def placed(self, token: int, slot: int, position: int, stable: int, new_slots: Array) -> None:
+        """Notes the slot that an id got at its first position."""
+        self.slot_of[token] = slot
         if token >= stable:
             new_slots[token - stable] = slot
             self.stats["new"] += 1
         else:
-            self.misses.append((token, slot))
+            self.misses.append((token, slot, position))
             self.stats["misses"] += 1
-        return slot
 
-    def run(self, topk: Array, seq_len: int, slots: Array, new_slots: Array) -> None:
-        query_len = len(topk)
+    def place(self, pending: list[tuple[int, int]], stable: int, slots: Array, new_slots: Array) -> None:
+        """Slots of ids that were not resident when the step began. Two passes, so that the first works on
+        each set for itself: only when every set has what it has room for do the leftovers look elsewhere."""
+        overflow = []
+        for position, token in pending:
+            if token in self.slot_of:
+                self.stats["duplicates"] += 1
+            elif (slot := self.install(token)) != NO_SLOT:
+                self.placed(token, slot, position, stable, new_slots)
+            else:
+                overflow.append((position, token))
+                continue
+            slots[position] = self.slot_of[token]
+        for position, token in overflow:
+            if token in self.slot_of:
+                self.stats["duplicates"] += 1
+            else:
+                self.placed(token, self.displace(token), position, stable, new_slots)
+            slots[position] = self.slot_of[token]
+
+    def run(self, topk: Array, seq_len: int, slots: Array, new_slots: Array, kinds: Array | None) -> None:
+        query_len, width = topk.shape
         stable = seq_len - query_len
         new_slots[:] = NO_SLOT
         self.drop_unstable(stable, seq_len)
         for t in range(query_len):
             self.mark_hits(topk[t], stable + t, slots[t])
-        for t in range(query_len):
-            for k, token in enumerate(topk[t].tolist()):
-                if 0 <= token <= stable + t and slots[t, k] == NO_SLOT:
-                    slots[t, k] = self.resolve(token, stable, new_slots)
+            if kinds is not None:
+                self.describe(topk[t], stable, stable + t, slots[t], kinds[t])
+        pending = [
+            (t * width + k, int(topk[t, k]))
+            for t in range(query_len)
+            for k in range(width)
+            if 0 <= topk[t, k] <= stable + t and slots[t, k] == NO_SLOT
+        ]
+        self.place(pending, stable, slots.reshape(-1), new_slots)
         for t in range(query_len):
             if new_slots[t] == NO_SLOT:
                 new_slots[t] = self.install(stable + t)
                 self.stats["new"] += int(new_slots[t] != NO_SLOT)
 
 
-def _expect(condition: bool, message: str) -> None:
+def expect(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
 
@@ -192,25 +219,25 @@ def _expect(condition: bool, message: str) -> None:
 def _check_plan(
     topk: Array, starts: Array, seq_lens: Array, rows: Array, residency: Residency, out: PlanOut
 ) -> None:
-    _expect(topk.shape[1] == out.slots.shape[1], "topk: width differs from out.slots'")
-    _expect(topk.shape[0] <= out.slots.shape[0], "topk: more tokens than out.slots")
-    _expect(len(seq_lens) <= len(out.miss_counts), "seq_lens: more requests than out.miss_counts")
-    _expect(len(starts) == len(seq_lens) + 1 and starts[0] == 0, "query_start_loc: expected N + 1, from 0")
-    _expect(bool(np.all(np.diff(starts.astype(np.int64)) >= 0)), "query_start_loc: must not decrease")
-    _expect(int(starts[-1]) <= topk.shape[0], "query_start_loc: exceeds topk's tokens")
-    _expect(len(rows) == len(seq_lens), "rows: must have N entries")
+    expect(topk.shape[1] == out.slots.shape[1], "topk: width differs from out.slots'")
+    expect(topk.shape[0] <= out.slots.shape[0], "topk: more tokens than out.slots")
+    expect(len(seq_lens) <= len(out.miss_counts), "seq_lens: more requests than out.miss_counts")
+    expect(len(starts) == len(seq_lens) + 1 and starts[0] == 0, "query_start_loc: expected N + 1, from 0")
+    expect(bool(np.all(np.diff(starts.astype(np.int64)) >= 0)), "query_start_loc: must not decrease")
+    expect(int(starts[-1]) <= topk.shape[0], "query_start_loc: exceeds topk's tokens")
+    expect(len(rows) == len(seq_lens), "rows: must have N entries")
     seen: set[int] = set()
     for n, row in enumerate(rows.tolist()):
         query_len = int(starts[n + 1]) - int(starts[n])
         if row < 0 or query_len == 0:
             continue
         ids = query_len * topk.shape[1]
-        _expect(row < residency.num_rows, f"rows[{n}]: outside the residency")
-        _expect(row not in seen, f"rows[{n}]: belongs to an earlier request too")
+        expect(row < residency.num_rows, f"rows[{n}]: outside the residency")
+        expect(row not in seen, f"rows[{n}]: belongs to an earlier request too")
         seen.add(row)
-        _expect(int(seq_lens[n]) >= query_len, f"seq_lens[{n}]: less than the query length")
-        _expect(ids <= residency.slots_per_row, "topk: more ids than a row has slots")
-        _expect(ids <= out.miss_ids.shape[1], "out.miss_ids: capacity less than the ids")
+        expect(int(seq_lens[n]) >= query_len, f"seq_lens[{n}]: less than the query length")
+        expect(ids <= residency.slots_per_row, "topk: more ids than a row has slots")
+        expect(ids <= out.miss_ids.shape[1], "out.miss_ids: capacity less than the ids")
 
 
 def dsa_plan(
@@ -227,12 +254,13 @@ def dsa_plan(
     1. residents at or beyond ``stable = seq_len - query_len`` are dropped;
     2. every position is looked up: ids below 0 or beyond the query token's own position are invalid,
        residents are hits and their slots are needed by this step;
-    3. the other ids, in order of position, get a slot each on first sight: :meth:`_RowPlan.install` in their
-       own set, else :meth:`_RowPlan.displace`. Ids below ``stable`` are misses, the others new tokens;
+    3. the other ids, in order of position, get a slot each on first sight: first all that find a way in their
+       own set (:meth:`_RowPlan.install`), then the rest (:meth:`_RowPlan.displace`). Ids below ``stable`` are
+       misses, listed in the order in which they were placed; the others are new tokens;
     4. new tokens that nobody chose are installed too where their set has a way to spare.
 
-    Requests without a row or without tokens and tokens past the last request get slots of -1; their rows'
-    state is untouched. ``workspace`` is accepted for the common signature only.
+    Requests without a row or without tokens and tokens past the last request get slots of -1 and kinds of
+    (INVALID, -1); their rows' state is untouched. ``workspace`` is accepted for the common signature only.
     """
     del workspace
     ids, starts = topk.numpy(), query_start_loc.numpy()
@@ -240,6 +268,8 @@ def dsa_plan(
     slots, new_slots = out.slots.numpy(), out.new_slots.numpy()
     slots[: len(ids)] = NO_SLOT
     new_slots[: len(ids)] = NO_SLOT
+    if out.compact:
+        out.kinds[: len(ids)] = torch.tensor([Kind.INVALID, -1], dtype=torch.int32)
     totals = np.zeros(len(STATS), dtype=np.int64)
     for n, row in enumerate(rows.tolist()):
         tokens = slice(int(starts[n]), int(starts[n + 1]))
@@ -247,54 +277,13 @@ def dsa_plan(
         if row < 0 or tokens.start == tokens.stop:
             continue
         plan = _RowPlan(residency, row)
-        plan.run(ids[tokens], int(seq_lens[n]), slots[tokens], new_slots[tokens])
-        for i, (token, slot) in enumerate(plan.misses):
+        kinds = out.kinds.numpy()[tokens] if out.compact else None
+        plan.run(ids[tokens], int(seq_lens[n]), slots[tokens], new_slots[tokens], kinds)
+        for i, (token, slot, position) in enumerate(plan.misses):
             out.miss_ids[n, i] = token
             out.miss_slots[n, i] = slot
+            if out.compact:
+                out.miss_positions[n, i] = position
         out.miss_counts[n] = len(plan.misses)
         totals += np.array([plan.stats[name] for name in STATS])
     out.stats.numpy()[:] = totals
-
-
-def dsa_serve(
-    host: torch.Tensor,
-    hot: torch.Tensor,
-    block_table: torch.Tensor,
-    rows: torch.Tensor,
-    miss_ids: torch.Tensor,
-    miss_slots: torch.Tensor,
-    miss_counts: torch.Tensor,
-) -> int:
-    """Every miss: the host row of token ``id`` goes to its slot of row ``rows[n]``."""
-    block_size, row_bytes = host.shape[1:]
-    copied = 0
-    for n, row in enumerate(rows.tolist()):
-        for i in range(int(miss_counts[n]) if row >= 0 else 0):
-            block, offset = divmod(int(miss_ids[n, i]), block_size)
-            hot[row, int(miss_slots[n, i])] = host[int(block_table[n, block]), offset]
-            copied += row_bytes
-    return copied
-
-
-def write_rows(hot: torch.Tensor, rows: torch.Tensor, new_rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Token by token; slot -1 is skipped."""
-    for t, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            hot[int(rows[t]), slot] = new_rows[t]
-
-
-def host_write(host: torch.Tensor, new_rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Token by token; -1 is skipped."""
-    for t, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            block, offset = divmod(slot, host.shape[1])
-            host[block, offset] = new_rows[t]
-
-
-def host_read(
-    host: torch.Tensor, block_table: torch.Tensor, start: int, count: int, dst: torch.Tensor
-) -> None:
-    """Token by token."""
-    for i in range(count):
-        block, offset = divmod(start + i, host.shape[1])
-        dst[i] = host[int(block_table[block]), offset]

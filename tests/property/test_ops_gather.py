@@ -1,0 +1,103 @@
+"""The baseline selection: only the previous step's is kept. By hand, against the oracle and against the truth."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from vllm_kvoffload import ops
+from vllm_kvoffload.ops import oracle
+
+IMPLEMENTATIONS = pytest.mark.parametrize("impl", [oracle, ops], ids=["oracle", "native"])
+ROW_BYTES = 8
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def numbered(first: int, count: int) -> torch.Tensor:
+    """uint8 [count, 8]: the numbers from ``first`` on."""
+    return torch.arange(first, first + count, dtype=torch.int64).view(torch.uint8).view(count, ROW_BYTES)
+
+
+class OneRow:
+    """A request on row 1 of two; the host row of token i holds 100 + i, its new row 1000 * version + i."""
+
+    def __init__(self, impl: ModuleType, width: int = 6, queries: int = 2) -> None:
+        self.impl = impl
+        self.host = numbered(100, 40).view(10, 4, ROW_BYTES)
+        self.selection = torch.zeros((2, queries, width, ROW_BYTES), dtype=torch.uint8)
+        self.status = torch.full((2, queries, width + 1), -1, dtype=torch.int32)
+        self.status[:, :, width] = 0
+        self.lengths = torch.full((4,), -7, dtype=torch.int32)
+        self.version = 0
+
+    def gather(self, *queries: list[int], seq_len: int) -> int:
+        self.version += 1
+        stable = seq_len - len(queries)
+        return self.impl.gather_selection(
+            torch.tensor(queries, dtype=torch.int32),
+            int32(0, len(queries)),
+            int32(seq_len),
+            int32(1),
+            self.host,
+            torch.arange(10, dtype=torch.int32).view(1, 10),
+            numbered(1000 * self.version + stable, len(queries)),
+            self.selection,
+            self.status,
+            self.lengths,
+        )
+
+    def held(self, query: int = 0) -> list[tuple[int, int]]:
+        count = int(self.status[1, query, -1])
+        rows = self.selection[1, query, :count].contiguous().view(torch.int64).flatten().tolist()
+        return list(zip(self.status[1, query, :count].tolist(), rows, strict=True))
+
+
+@IMPLEMENTATIONS
+def test_hits_stay_move_and_are_fetched(impl: ModuleType) -> None:
+    row = OneRow(impl)
+    assert row.gather([5, 3, 5, -1, 99, 7], seq_len=20) == 3 * ROW_BYTES
+    assert row.held() == [(5, 105), (3, 103), (7, 107)]
+    assert row.lengths.tolist() == [3, -7, -7, -7]
+    assert row.gather([9, 7, -1, -1, 7, -1], seq_len=21) == ROW_BYTES
+    assert row.held() == [(7, 107), (9, 109)], "7 moved from behind the new end to the lowest free place"
+    assert row.status[1, 0].tolist() == [7, 9, -1, -1, -1, -1, 2]
+    assert row.gather([1, 21, 9, 2, 7, -1], seq_len=22) == 2 * ROW_BYTES
+    assert row.held() == [(7, 107), (9, 109), (1, 101), (21, 3021), (2, 102)]
+    assert int(row.status[0].max()) == 0, "another row"
+
+
+@IMPLEMENTATIONS
+def test_drafts_are_not_hits(impl: ModuleType) -> None:
+    row = OneRow(impl)
+    row.gather([10, 4, -1, -1, -1, -1], [10, 11, 4, -1, -1, -1], seq_len=12)
+    assert row.held(1) == [(10, 1010), (11, 1011), (4, 104)]
+    # 10 was accepted, 11 was not and is computed anew.
+    assert row.gather([10, 11, -1, -1, -1, -1], [11, 12, 4, -1, -1, -1], seq_len=13) == 0
+    assert row.held(0) == [(10, 1010), (11, 2011)]
+    assert row.held(1) == [(11, 2011), (12, 2012), (4, 104)]
+
+
+@IMPLEMENTATIONS
+def test_queries_left_out_are_forgotten(impl: ModuleType) -> None:
+    """A draft rejected while its query was not run must not come back once its position is accepted."""
+    row = OneRow(impl)
+    row.gather([10, -1, -1, -1, -1, -1], [11, -1, -1, -1, -1, -1], seq_len=12)
+    row.gather([11, -1, -1, -1, -1, -1], seq_len=12)  # another token 11
+    assert row.status[1, 1, -1] == 0
+    row.gather([11, -1, -1, -1, -1, -1], [11, -1, -1, -1, -1, -1], seq_len=14)
+    assert row.held(0) == [(11, 2011)]
+    assert row.held(1) == [(11, 111)], "from the host, where the accepted one is"
+
+
+@IMPLEMENTATIONS
+def test_reuse_reads_lengths_only(impl: ModuleType) -> None:
+    status = torch.zeros((3, 2, 5), dtype=torch.int32)
+    status[:, :, 4] = torch.tensor([[1, 2], [3, 4], [5, 6]])
+    lengths = torch.full((6,), -7, dtype=torch.int32)
+    impl.gather_reuse(status, int32(2, -1, 0), int32(0, 2, 3, 4), lengths)
+    assert lengths.tolist() == [5, 6, 0, 1, 0, 0]

@@ -1,0 +1,41 @@
+"""Plain Python and numpy reference of every op: the specification that the compiled core must equal.
+
+Same signatures as :mod:`vllm_kvoffload.ops`; :mod:`vllm_kvoffload.ops.oracle.conformance` is the reference of
+:mod:`vllm_kvoffload.ops.conformance`. Written for reading, not for speed: no vectorisation, no scratch kept
+between calls, scans where the core keeps lists. Arguments are checked by the core only, but for the plan's.
+"""
+
+from vllm_kvoffload.ops.oracle.copies import (
+    dsa_install,
+    dsa_serve,
+    dsa_serve_compact,
+    host_read,
+    host_row,
+    host_write,
+    write_rows,
+)
+from vllm_kvoffload.ops.oracle.gather import gather_reuse, gather_selection
+from vllm_kvoffload.ops.oracle.plan import (
+    VICTIMS,
+    clock_victim,
+    dsa_plan,
+    fifo_victim,
+    rrip_victim,
+)
+
+__all__ = [
+    "VICTIMS",
+    "clock_victim",
+    "dsa_install",
+    "dsa_plan",
+    "dsa_serve",
+    "dsa_serve_compact",
+    "fifo_victim",
+    "gather_reuse",
+    "gather_selection",
+    "host_read",
+    "host_row",
+    "host_write",
+    "rrip_victim",
+    "write_rows",
+]
