@@ -55,8 +55,8 @@ class Scales:
     index_content: float = 0.25
     index_distance: float = 0.6
     norm_jitter: float = 0.1
-    quiet: float = 0.4  # factor on all outputs after the first attention, in models with MTP layers
-    mtp_hidden: float = 0.2  # what an MTP layer takes from the hidden state of the token before
+    quiet: float = 0.2  # factor on all outputs after the first attention, in models with MTP layers
+    mtp_hidden: float = 0.1  # what an MTP layer takes from the hidden state of the token before
 
 
 class _Builder:

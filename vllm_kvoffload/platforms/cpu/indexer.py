@@ -7,11 +7,13 @@ Hugging Face's fp32 implementation.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache, Indexer
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import AttentionBackend
@@ -44,9 +46,32 @@ class CPUIndexerBackend(AttentionBackend):
 
 
 class CPUIndexerCache(DeepseekV32IndexerCache):
-    """Key cache of one indexer, [num_blocks, block_size, index_head_dim]."""
+    """Key cache of one indexer, [num_blocks, block_size, index_head_dim].
 
-    topk_indices: torch.Tensor  # int32 [max_tokens, K], shared by the layers of the model
+    It is what an op can find by name, so it also knows the MLA layer it belongs to.
+    """
+
+    owner: weakref.ref[MultiHeadLatentAttentionWrapper]
+
+    @property
+    def mla(self) -> MultiHeadLatentAttentionWrapper:
+        """The layer whose indexer fills this cache."""
+        mla = self.owner()
+        assert mla is not None
+        return mla
+
+    @property
+    def topk_indices(self) -> torch.Tensor:
+        """int32 [max_tokens, K], shared with attention. vLLM may replace a loaded draft model's."""
+        assert self.mla.indexer is not None
+        buffer = self.mla.indexer.topk_indices_buffer
+        assert isinstance(buffer, torch.Tensor)
+        return buffer
+
+    @property
+    def choice_is_frozen(self) -> bool:
+        """Whether a later draft of a step reuses the first one's choice, which is in the buffer already."""
+        return bool(self.mla.skip_topk)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         return MLAAttentionSpec(
@@ -66,19 +91,19 @@ class CPUIndexer(Indexer):
     """vLLM's indexer with this platform's forward. Parameters and their names stay vLLM's."""
 
     @staticmethod
-    def adopt(indexer: Indexer) -> None:
-        """Turns vLLM's instance, and its cache, into ours before any weight is loaded."""
+    def adopt(mla: MultiHeadLatentAttentionWrapper) -> None:
+        """Turns the indexer of vLLM's MLA layer, and its cache, into ours before any weight is loaded."""
+        indexer = mla.indexer
+        assert isinstance(indexer, Indexer)
         indexer.__class__ = CPUIndexer
         cache = indexer.k_cache
         cache.__class__ = CPUIndexerCache
         assert isinstance(cache, CPUIndexerCache)
-        dtype, topk_indices = get_current_vllm_config().model_config.dtype, indexer.topk_indices_buffer
+        dtype = get_current_vllm_config().model_config.dtype
         assert isinstance(dtype, torch.dtype)
-        assert isinstance(topk_indices, torch.Tensor)
         cache.head_dim = indexer.head_dim
         cache.dtype = dtype
-        # Not registered as a buffer: it belongs to the model, and every layer shares it.
-        object.__setattr__(cache, "topk_indices", topk_indices)
+        cache.owner = weakref.ref(mla)
 
     def forward(  # type: ignore[override]  # called by our MLA layer only
         self,
@@ -125,11 +150,11 @@ def sparse_indexer(
         return k_pe.clone(memory_format=torch.contiguous_format)  # profiling: there is no cache yet
     assert isinstance(metadata, SparseMetadata)
     assert isinstance(layer, CPUIndexerCache)
-    batch = metadata.batch
-    tokens = slot_mapping.numel()
-    where = (slot_mapping // batch.block_size, slot_mapping % batch.block_size)
-    layer.kv_cache[where] = k[:tokens].to(layer.kv_cache.dtype)
-    choose(q, weights, layer.kv_cache, batch, layer.topk_indices)
+    if not layer.choice_is_frozen:
+        cache = layer.kv_cache
+        rows = cache.view(-1, cache.shape[-1])
+        rows.index_copy_(0, slot_mapping, k[: slot_mapping.numel()].to(cache.dtype))
+        choose(q, weights, cache, metadata.batch, layer.topk_indices)
     return k_pe.clone(memory_format=torch.contiguous_format)
 
 

@@ -34,7 +34,7 @@ class SparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

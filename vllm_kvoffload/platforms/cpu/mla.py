@@ -28,7 +28,7 @@ class CPUMultiHeadLatentAttention(MultiHeadLatentAttentionWrapper):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if isinstance(self.indexer, Indexer):
-            CPUIndexer.adopt(self.indexer)
+            CPUIndexer.adopt(self)
 
     def forward(
         self,
@@ -36,8 +36,12 @@ class CPUMultiHeadLatentAttention(MultiHeadLatentAttentionWrapper):
         hidden_states: torch.Tensor,
         llama_4_scaling: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, hidden_size] to [T, hidden_size]. Layers without an indexer of their own run vLLM's code."""
-        if self.indexer is None or self.skip_topk or self.q_lora_rank is None or llama_4_scaling is not None:
+        """[T, hidden_size] to [T, hidden_size]. Layers without an indexer of their own run vLLM's code.
+
+        An MTP layer's `skip_topk` changes between the drafts of a step. The indexer op reads it: a branch
+        here would be decided for good when the model is compiled.
+        """
+        if self.indexer is None or self.q_lora_rank is None or llama_4_scaling is not None:
             return super().forward(positions, hidden_states, llama_4_scaling)
         assert self.fused_qkv_a_proj is not None
         assert self.q_a_layernorm is not None

@@ -33,7 +33,9 @@ class KVOffloadCPUModelRunner(CPUModelRunner):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
         if self.compilation_config.mode != CompilationMode.NONE:
-            make_experts_opaque(self.model)
+            for model in (self.model, getattr(getattr(self, "drafter", None), "model", None)):
+                if isinstance(model, torch.nn.Module):
+                    make_experts_opaque(model)
 
     def initialize_kv_cache_tensors(
         self,
