@@ -170,7 +170,7 @@ class StepPlan:
     """One step, as pure data: what every rank is told, and what it must see.
 
     keys: int64 [N, longest]; topk: for each group int32 [T, K]; positions, query_keys: int64 [T].
-    hold_s: how long attention uses a part.
+    hold_s: how long attention uses a part. drafts: the draft passes that follow.
     """
 
     finished: list[str]
@@ -185,10 +185,26 @@ class StepPlan:
     query_keys: Keys
     topk: list[torch.Tensor]
     hold_s: float
+    drafts: list[StepPlan] = field(default_factory=list)
 
     def again(self) -> StepPlan:
         """The same step once more; what ended before it has been said."""
         return replace(self, finished=[], preempted=[])
+
+
+@dataclass(frozen=True)
+class Part:
+    """A request's share of a pass. computed: tokens before it; keys: of all tokens after it."""
+
+    req_id: str
+    blocks: list[int]
+    computed: int
+    keys: list[int]
+
+    @staticmethod
+    def of(request: Request, count: int) -> Part:
+        """Its next `count` tokens."""
+        return Part(request.req_id, request.blocks, request.computed, request.scheduled_keys(count))
 
 
 class Scheduler:
@@ -278,10 +294,31 @@ class Scheduler:
         if not scheduled:
             return None
         self.rng.shuffle(scheduled)
-        plan = self._plan(scheduled)
+        plan = self._plan([Part.of(request, count) for request, count in scheduled])
+        plan.finished, self.finished = self.finished, []
+        plan.preempted, self.preempted = self.preempted, []
+        blocks = [list(request.blocks) for request, _ in scheduled]
         for request, count in scheduled:
             self._advance(request, count)
+        if self.setup.mtp_layers:
+            plan.drafts = self._draft_passes(plan, [request for request, _ in scheduled], blocks)
         return plan
+
+    def _draft_passes(
+        self, plan: StepPlan, requests: list[Request], blocks: list[list[int]]
+    ) -> list[StepPlan]:
+        """Draft 0 runs over the step's batch; each later one over the next token of every request.
+
+        Rows that later passes write are never those that the next step writes at their positions.
+        """
+        passes = [replace(plan, finished=[], preempted=[], drafts=[])]
+        keys = [request.keys[: request.computed] for request in requests]
+        for _ in range(1, self.setup.drafts):
+            for one in keys:
+                one.append(mix(one[-1], next(self._fresh_tokens)))
+            parts = zip(requests, blocks, keys, strict=True)
+            passes.append(self._plan([Part(r.req_id, b, len(k) - 1, k.copy()) for r, b, k in parts]))
+        return passes
 
     def schedule_or_fail(self) -> StepPlan:
         plan = self.schedule()
@@ -297,7 +334,7 @@ class Scheduler:
     def _allocate(self, request: Request, count: int) -> bool:
         """Blocks for `count` more tokens, at the cost of the youngest requests. False: it was its own."""
         total = request.computed + count
-        while (taken := self.blocks.allocate(self._blocks_for(total) - len(request.blocks))) is None:
+        while (taken := self.blocks.allocate(self._missing_blocks(request, total))) is None:
             victim = self.running[-1]
             self.preempt(victim)
             if victim is request:
@@ -315,7 +352,7 @@ class Scheduler:
                 request.blocks = self.blocks.hit([request.keys[i * size + size - 1] for i in range(whole)])
                 request.computed = len(request.blocks) * size
             count = min(len(request.tokens) - request.computed, budget)
-            taken = self.blocks.allocate(self._blocks_for(request.computed + count) - len(request.blocks))
+            taken = self.blocks.allocate(self._missing_blocks(request, request.computed + count))
             if taken is None:
                 if request in self.waiting and not self.running and not scheduled:
                     self._end(request)  # alone, and too big
@@ -331,6 +368,11 @@ class Scheduler:
             self.running.append(request)
             scheduled.append((request, count))
             budget -= count
+
+    def _missing_blocks(self, request: Request, total: int) -> int:
+        """Blocks to allocate for so many tokens, and for what draft passes may write behind them."""
+        ahead = self.setup.drafts if self.setup.mtp_layers else 0
+        return max(self._blocks_for(total + ahead) - len(request.blocks), 0)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.setup.block_size)
@@ -376,31 +418,27 @@ class Scheduler:
 
     # -------------------------------------------------------------------------------------------- the step
 
-    def _plan(self, scheduled: list[tuple[Request, int]]) -> StepPlan:
-        counts = np.array([count for _, count in scheduled], dtype=np.int32)
-        computed = np.array([request.computed for request, _ in scheduled], dtype=np.int32)
-        start_loc = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        seq_lens = computed + counts
+    def _plan(self, parts: list[Part]) -> StepPlan:
+        computed = np.array([part.computed for part in parts], dtype=np.int32)
+        seq_lens = np.array([len(part.keys) for part in parts], dtype=np.int32)
         size = self.setup.block_size
-        table = torch.zeros((len(scheduled), self._blocks_for(self.setup.max_model_len)), dtype=torch.int32)
-        keys = np.zeros((len(scheduled), int(seq_lens.max())), dtype=np.int64)
+        table = torch.zeros((len(parts), self._blocks_for(self.setup.max_model_len)), dtype=torch.int32)
+        keys = np.zeros((len(parts), int(seq_lens.max())), dtype=np.int64)
         positions, query_keys, slots = [], [], []
-        for n, (request, count) in enumerate(scheduled):
-            table[n, : len(request.blocks)] = torch.tensor(request.blocks, dtype=torch.int32)
-            keys[n, : seq_lens[n]] = request.scheduled_keys(count)
-            where = np.arange(request.computed, request.computed + count)
+        for n, part in enumerate(parts):
+            table[n, : len(part.blocks)] = torch.tensor(part.blocks, dtype=torch.int32)
+            keys[n, : seq_lens[n]] = part.keys
+            where = np.arange(part.computed, seq_lens[n])
             positions.append(where)
             query_keys.append(keys[n, where])
-            slots.append(np.array(request.blocks)[where // size] * size + where % size)
+            slots.append(np.array(part.blocks)[where // size] * size + where % size)
         flat = np.concatenate(positions)
-        finished, self.finished = self.finished, []
-        preempted, self.preempted = self.preempted, []
         groups = len(self.setup.geometry.groups)
         return StepPlan(
-            finished=finished,
-            preempted=preempted,
-            req_ids=[request.req_id for request, _ in scheduled],
-            query_start_loc=start_loc,
+            finished=[],
+            preempted=[],
+            req_ids=[part.req_id for part in parts],
+            query_start_loc=np.concatenate([[0], np.cumsum(seq_lens - computed)]).astype(np.int32),
             seq_lens=seq_lens,
             block_table=table,
             slot_mapping=torch.from_numpy(np.concatenate(slots)),

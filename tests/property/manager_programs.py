@@ -93,11 +93,23 @@ class Rank:
         self.manager.release(plan.preempted)
         batch = self.batch(plan)
         self.manager.begin_step(batch)
+        layers = self.setup.geometry.num_target_layers
+        self._run_layers(plan, batch, range(layers), fail_at)
+        self._account(batch, layers)
+        self.expected["decode_steps"] += bool((batch.query_lens <= 1 + self.setup.drafts).any())
+        for index, draft in enumerate(plan.drafts):
+            batch = self.batch(draft)
+            self.manager.begin_draft(batch, index)
+            self._run_layers(draft, batch, range(layers, layers + 1), fail_at)
+            self._account(batch, 1)
+
+    def _run_layers(
+        self, plan: StepPlan, batch: StepBatch, layers: range, fail_at: tuple[int, int] | None
+    ) -> None:
         self._gather("embedding")
-        for layer in range(len(self.kvs)):
+        for layer in layers:
             self._run_layer(plan, batch, layer, fail_at)
             self._gather(f"layer {layer}")
-        self._account(batch)
 
     def batch(self, plan: StepPlan) -> StepBatch:
         """The step's inputs, in buffers that still have the step before in them."""
@@ -167,10 +179,8 @@ class Rank:
                 f"got {got[first].tolist()} instead of {expected[first].tolist()}"
             )
 
-    def _account(self, batch: StepBatch) -> None:
-        layers, drafts = len(self.kvs), self.setup.drafts
-        decodes = batch.query_lens <= 1 + drafts
-        self.expected["decode_steps"] += bool(decodes.any())
+    def _account(self, batch: StepBatch, layers: int) -> None:
+        decodes = batch.query_lens <= 1 + self.setup.drafts
         self.expected["prefill_bytes"] += int(batch.computed[~decodes].sum()) * layers * ROW_BYTES
         if self._writer:
             self.expected["written_bytes"] += len(batch.slot_mapping) * layers * ROW_BYTES

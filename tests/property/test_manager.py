@@ -315,10 +315,11 @@ def test_a_row_is_emptied_only_if_it_may_hold_what_is_rewritten(runtime: CpuRunt
     setup = Setup()
     rank = Rank(setup, runtime, setup.host_layers())
     length = int(decoding(rank, setup).seq_lens[0])
+    layers = range(setup.geometry.num_layers)
     hot, row = rank.manager.hot, int(rank.manager.step.decode_rows[0])
-    hot.forget_beyond(row, length)
+    hot.forget_beyond(row, length, layers)
     assert all((pool.residency.tags[row] >= 0).any() for pool in hot.groups)
-    hot.forget_beyond(row, length - 1)
+    hot.forget_beyond(row, length - 1, layers)
     assert all((pool.residency.tags[row] == -1).all() for pool in hot.groups)
 
 
@@ -405,7 +406,7 @@ def late_prefill_missed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         PrefillStream,
         "begin_step",
-        lambda self, requests: real(self, [replace(request, late=False) for request in requests]),
+        lambda self, requests, layers: real(self, [replace(r, late=False) for r in requests], layers),
     )
 
 
@@ -452,6 +453,20 @@ def prefetches_not_awaited(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FollowerPrefetch, "take", take)
 
 
+def draft_passes_do_not_wait(patch: pytest.MonkeyPatch) -> None:
+    def begin_draft(self: SparseKVManager, batch: Any, index: int) -> None:
+        self._settle()
+        layer = self.geometry.num_target_layers
+        self._begin(batch, range(layer, layer + 1), self.step.fresh if index == 0 else ())
+
+    patch.setattr(SparseKVManager, "begin_draft", begin_draft)
+
+
+def late_drafts_missed(patch: pytest.MonkeyPatch) -> None:
+    real = SparseKVManager.begin_draft
+    patch.setattr(SparseKVManager, "begin_draft", lambda self, batch, _index: real(self, batch, 1))
+
+
 def no_wait_for_ranks_before_loads(patch: pytest.MonkeyPatch) -> None:
     real = HostStore.await_layer
 
@@ -483,6 +498,11 @@ def sessions(seed: int) -> Setup:
     return replace(setup_for(4 * seed + 1), idle_rate=0.3)
 
 
+def drafting(seed: int) -> Setup:
+    """Three draft passes over an MTP layer with a small pool, whole prompts in one step."""
+    return replace(setup_for(4 * seed + 2), mtp_layers=1, slots=64, token_budget=64, num_blocks=60)
+
+
 def single_prefill_layer(seed: int) -> Setup:
     """Loads of layer 0 start at once, while its rows of the step before may still be on their way."""
     return replace(setup_for(seed), pattern="F", mtp_layers=0, hold_ms=0.0)
@@ -509,6 +529,8 @@ PLANTED = {
     "prefetches of a failed step are not joined": Planted(
         disabled(FollowerPrefetch, "join"), run_failing_program
     ),
+    "draft passes do not wait for each other": Planted(draft_passes_do_not_wait, setup=drafting),
+    "late prefixes are not noticed in draft passes": Planted(late_drafts_missed, setup=drafting),
     "ranks: loads run ahead of the writer": Planted(
         no_wait_for_ranks_before_loads, run_rank_pair, setup=single_prefill_layer
     ),

@@ -76,7 +76,7 @@ class Bench:
         self.stream.close()
 
     def step(self, requests: list[PrefillRequest], hold_s: float = 0.0) -> None:
-        self.stream.begin_step(requests)
+        self.stream.begin_step(requests, range(LAYERS))
         for layer in range(LAYERS):
             for index, request in enumerate(requests):
                 self.attend(layer, index, request, hold_s)
@@ -110,7 +110,7 @@ def test_loads_run_as_far_ahead_as_there_are_buffers_and_no_further(
     loads: Loads, runtime: CpuRuntime
 ) -> None:
     bench, prefix = Bench(runtime, num_buffers=2), request(5, 1, 2)
-    bench.stream.begin_step([prefix])
+    bench.stream.begin_step([prefix], range(LAYERS))
     runtime.synchronize()
     assert loads.done == 2  # before any layer ran
     bench.stream.open(0, 0)
@@ -130,7 +130,7 @@ def test_a_first_chunk_loads_nothing(loads: Loads, runtime: CpuRuntime) -> None:
 def test_a_late_prefix_is_loaded_after_its_rows_are_written(runtime: CpuRuntime) -> None:
     bench, prefix = Bench(runtime, num_buffers=3), request(2, 6, late=True)
     slots = torch.tensor([24, 25])
-    bench.stream.begin_step([request(4, 5), prefix])
+    bench.stream.begin_step([request(4, 5), prefix], range(LAYERS))
     for layer in range(LAYERS):
         rows = torch.full((2, ROW_BYTES), 100 + layer, dtype=torch.uint8)
         bench.store.write(layer, rows, slots)
@@ -142,18 +142,18 @@ def test_a_late_prefix_is_loaded_after_its_rows_are_written(runtime: CpuRuntime)
 def test_ranks_meet_before_loads_that_run_ahead_of_the_step(runtime: CpuRuntime, loads: Loads) -> None:
     met: list[int] = []
     bench = Bench(runtime, barrier=lambda: met.append(loads.started))
-    bench.stream.begin_step([request(4, 1)])
+    bench.stream.begin_step([request(4, 1)], range(LAYERS))
     assert met == [0]
     runtime.synchronize()
     bench = Bench(runtime, barrier=lambda: met.append(loads.started))
-    bench.stream.begin_step([])
-    bench.stream.begin_step([request(0, 1), request(4, 1, late=True)])
+    bench.stream.begin_step([], range(LAYERS))
+    bench.stream.begin_step([request(0, 1), request(4, 1, late=True)], range(LAYERS))
     assert met == [0]  # nothing is loaded ahead
 
 
 def test_jobs_out_of_order_are_refused(runtime: CpuRuntime) -> None:
     bench = Bench(runtime)
-    bench.stream.begin_step([request(4, 1), request(4, 2)])
+    bench.stream.begin_step([request(4, 1), request(4, 2)], range(LAYERS))
     with pytest.raises(RuntimeError, match=r"prefill job 1 \(layer 0, request 1\) out of order: expected 0"):
         bench.stream.open(0, 1)
 
@@ -167,9 +167,9 @@ def test_loads_of_a_failed_step_never_reach_the_next_steps_buffers(loads: Loads,
     """A first chunk loads nothing, so only joining keeps the old load out of its buffer."""
     bench = Bench(runtime)
     loads.open.clear()
-    bench.stream.begin_step([request(8, 3, 4)])  # and its forward pass fails
+    bench.stream.begin_step([request(8, 3, 4)], range(LAYERS))  # and its forward pass fails
     threading.Timer(0.1, loads.open.set).start()
-    bench.stream.begin_step([request(0, 1)])
+    bench.stream.begin_step([request(0, 1)], range(LAYERS))
     buffer = bench.stream.open(0, 0)
     buffer.fill_(77)
     runtime.synchronize()
@@ -179,7 +179,7 @@ def test_loads_of_a_failed_step_never_reach_the_next_steps_buffers(loads: Loads,
 def test_a_failed_load_fails_its_step_and_not_the_next(loads: Loads, runtime: CpuRuntime) -> None:
     bench, prefix = Bench(runtime), request(6, 2, 5)
     loads.error = OSError("bad page")
-    bench.stream.begin_step([prefix])
+    bench.stream.begin_step([prefix], range(LAYERS))
     with pytest.raises(TaskFailedError, match=r"load layer 0.*bad page"):
         bench.stream.open(0, 0)
     loads.error = None
@@ -192,7 +192,7 @@ def test_a_failed_load_in_a_later_layer_is_forgotten_too(
     loads: Loads, runtime: CpuRuntime, layer: int
 ) -> None:
     bench, prefix = Bench(runtime, num_buffers=1), request(6, 2, 5)
-    bench.stream.begin_step([prefix])
+    bench.stream.begin_step([prefix], range(LAYERS))
     for before in range(layer):
         runtime.synchronize()
         if before == layer - 1:
@@ -209,10 +209,10 @@ def test_a_stuck_load_ends_the_wait_and_is_joined_before_its_buffer_is_used_agai
 ) -> None:
     bench = Bench(runtime, num_buffers=1, deadline_s=0.1)
     loads.open.clear()
-    bench.stream.begin_step([request(8, 3, 4)])
+    bench.stream.begin_step([request(8, 3, 4)], range(LAYERS))
     with pytest.raises(WaitTimeoutError, match="prefix of layer 0"):
         bench.stream.open(0, 0)
     with pytest.raises(WaitTimeoutError, match="prefix of layer 0"):
-        bench.stream.begin_step([request(0, 1)])
+        bench.stream.begin_step([request(0, 1)], range(LAYERS))
     loads.open.set()
     bench.step([request(8, 3, 4)])

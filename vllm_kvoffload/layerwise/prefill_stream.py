@@ -1,9 +1,9 @@
 """Prefill on an aggregated engine: each layer's prefix streams from the host pool through a few buffers.
 
-A *job* is one layer of one prefill request. Jobs run in a fixed order (all requests of layer 0, then layer
-1, ...), job ``j`` in buffer ``j % num_buffers``. A buffer holds the request's rows by position, so the
-indexer's choice is the row number. While job ``j`` attends, the loads of the next jobs run on the ``h2d``
-stream; a buffer is refilled only after the job that used it has closed it.
+A *job* is one layer of one prefill request. Jobs run in a fixed order (all requests of the first layer, then
+of the next, ...), job ``j`` in buffer ``j % num_buffers``. A buffer holds the request's rows by position, so
+the indexer's choice is the row number. While job ``j`` attends, the loads of the next jobs run on the
+``h2d`` stream; a buffer is refilled only after the job that used it has closed it.
 """
 
 from __future__ import annotations
@@ -53,17 +53,19 @@ class PrefillStream:
         self._buffers = buffers
         self._deadline_s = deadline_s
         self._requests: list[PrefillRequest] = []
+        self._layers = range(0)
         self._loaded: dict[int, Event] = {}
         self._next = 0
 
-    def begin_step(self, requests: list[PrefillRequest]) -> None:
-        """Starts the first loads of a step's prefill requests.
+    def begin_step(self, requests: list[PrefillRequest], layers: range) -> None:
+        """Starts the first loads of a pass's prefill requests, which will run through ``layers`` in order.
 
         Raises:
             WaitTimeoutError: loads of a failed step are stuck.
         """
         self._settle()
         self._requests = requests
+        self._layers = layers
         self._next = 0
         if requests:
             if any(request.computed and not request.late for request in requests):
@@ -95,7 +97,7 @@ class PrefillStream:
                 "a request came to be prefilled, but this engine has no prefill buffers: with KV transfer "
                 "configured it takes only requests whose KV arrives by transfer"
             )
-        job = layer * len(self._requests) + index
+        job = (layer - self._layers.start) * len(self._requests) + index
         if job != self._next:
             raise RuntimeError(
                 f"prefill job {job} (layer {layer}, request {index}) out of order: expected {self._next}"
@@ -123,14 +125,15 @@ class PrefillStream:
 
     @property
     def _num_jobs(self) -> int:
-        return len(self._requests) * len(self._store.layers)
+        return len(self._requests) * len(self._layers)
 
     def _prefetch(self, job: int) -> None:
         if not self._requests[job % len(self._requests)].late:
             self._load(job)
 
     def _load(self, job: int) -> None:
-        layer, index = divmod(job, len(self._requests))
+        number, index = divmod(job, len(self._requests))
+        layer = self._layers[number]
         request = self._requests[index]
         if not request.computed:
             return

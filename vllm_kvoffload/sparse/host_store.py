@@ -57,9 +57,8 @@ class HostStore:
 
     def join(self) -> None:
         """Waits for every write so far."""
-        for event in self._written:
-            if event is not None:
-                event.wait(self._deadline_s)
+        for layer in range(len(self.layers)):
+            self.await_own_writes(layer)
 
     def write(self, layer: int, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Queues the step's new rows of a layer, uint8 [T, row_bytes], which nobody may change any more.
@@ -75,6 +74,12 @@ class HostStore:
         self._written[layer] = self._stream.record(f"host rows of layer {layer}")
         self.bytes_written += rows.numel()
 
+    def await_own_writes(self, layer: int) -> None:
+        """Waits for this rank's writes of a layer so far."""
+        event = self._written[layer]
+        if event is not None:
+            event.wait(self._deadline_s)
+
     def await_ranks(self) -> None:
         """Waits until every rank has begun the step: all rows of earlier steps are then in the host pool."""
         if self._barrier is not None:
@@ -82,7 +87,5 @@ class HostStore:
 
     def await_layer(self, layer: int) -> None:
         """Waits until this step's rows of a layer are in the host pool, on every rank."""
-        event = self._written[layer]
-        if event is not None:
-            event.wait(self._deadline_s)
+        self.await_own_writes(layer)
         self.await_ranks()

@@ -65,10 +65,10 @@ class HotPool:
         for pool in self.groups:
             pool.residency.reset_row(row)
 
-    def forget_beyond(self, row: int, length: int) -> None:
-        """Empties a row of every group that may hold tokens at positions ``length`` and up."""
+    def forget_beyond(self, row: int, length: int, layers: range) -> None:
+        """Empties a row of every group of ``layers`` that may hold tokens at positions ``length`` and up."""
         for pool in self.groups:
-            if pool.residency.high[row] > length:
+            if pool.group.owner in layers and pool.residency.high[row] > length:
                 pool.residency.reset_row(row)
 
     @property

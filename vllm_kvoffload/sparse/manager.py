@@ -85,6 +85,7 @@ class SparseKVManager:
         self._seen: set[str] = set()
         self._step: StepState | None = None
         self._step_done = True
+        self._pass_layers = range(0)
         self._planned = -1  # the group whose plan and indices are in use
 
     @property
@@ -105,7 +106,7 @@ class SparseKVManager:
         return OffloadedKV(self, layer, device)
 
     def begin_step(self, batch: StepBatch) -> None:
-        """Sorts a batch and prepares its copies. Called once before the first layer runs.
+        """Sorts a batch and prepares its copies. Called once before the target's first layer runs.
 
         The step before may have failed anywhere in its forward pass; the same batch may then come again.
 
@@ -116,19 +117,36 @@ class SparseKVManager:
         self.store.begin_step()
         self._settle()
         fresh = tuple(req_id for req_id in batch.req_ids if req_id not in self._seen)
+        self._begin(batch, range(self.geometry.num_target_layers), fresh)
+        self._stats.decode_steps += bool(self.step.decode.size)
+
+    def begin_draft(self, batch: StepBatch, index: int) -> None:
+        """The same for one of a step's draft passes, number ``index``, in which the MTP layer runs.
+
+        Draft 0 runs over the target's batch, later ones over one token of each request. What a pass reads
+        of an earlier one is its own layer's; writes of the other layers go on meanwhile.
+
+        Raises: as :meth:`begin_step`.
+        """
+        layer = self.geometry.num_target_layers
+        self.store.await_own_writes(layer)
+        self._settle()
+        # Only in draft 0 can a prefix be computed by the same pass, as in the step's target pass.
+        self._begin(batch, range(layer, layer + 1), self.step.fresh if index == 0 else ())
+
+    def _begin(self, batch: StepBatch, layers: range, fresh: tuple[str, ...]) -> None:
         late = self._late_requests(batch, fresh)
         self._step = self._sort(batch, fresh, late)
+        self._pass_layers = layers
         self._step_done = False
         self._seen.update(fresh)
         self._forget_rewritten(batch)
-        self._stats.decode_steps += bool(self._step.decode.size)
         if self._streams_prefill:
-            self.prefill.begin_step(
-                [
-                    PrefillRequest(span.computed, batch.block_table[span.request], bool(late[span.request]))
-                    for span in self._step.prefill
-                ]
-            )
+            requests = [
+                PrefillRequest(span.computed, batch.block_table[span.request], bool(late[span.request]))
+                for span in self._step.prefill
+            ]
+            self.prefill.begin_step(requests, layers)
 
     def _settle(self) -> None:
         """Undoes what a step that failed half-way left behind, so that its requests can run again.
@@ -191,7 +209,7 @@ class SparseKVManager:
         for span in self.step.prefill:
             lease = self.rows.lookup(batch.req_ids[span.request])
             if lease is not None:
-                self.hot.forget_beyond(lease.row, span.computed)
+                self.hot.forget_beyond(lease.row, span.computed, self._pass_layers)
 
     def _free_idle_row(self, batch: StepBatch) -> None:
         """Takes a row from a request that doesn't run now, the one that got its row first.
@@ -245,7 +263,7 @@ class SparseKVManager:
 
     def finish_layer(self, layer: int) -> None:
         """Attention of a layer is done in this step."""
-        if layer == self.geometry.num_target_layers - 1:
+        if layer == self._pass_layers[-1]:
             self._step_done = True
 
     def release(self, req_ids: Iterable[str]) -> None:
