@@ -4,7 +4,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "compact.h"
+#include "conformance.h"
 #include "copies.h"
+#include "gather.h"
 #include "isa.h"
 #include "plan.h"
 #include "tensor.h"
@@ -51,9 +54,9 @@ class ResidencyHandle {
 class PlanOutHandle {
  public:
   PlanOutHandle(const Tensor& slots, const Tensor& new_slots, const Tensor& miss_ids, const Tensor& miss_slots,
-                const Tensor& miss_counts, const Tensor& stats)
-      : tensors_{slots.object(),      new_slots.object(),   miss_ids.object(),
-                 miss_slots.object(), miss_counts.object(), stats.object()} {
+                const Tensor& miss_counts, const Tensor& stats, const Tensor& kinds, const Tensor& miss_positions)
+      : tensors_{slots.object(),       new_slots.object(), miss_ids.object(), miss_slots.object(),
+                 miss_counts.object(), stats.object(),     kinds.object(),    miss_positions.object()} {
     view.max_tokens = slots.extent(0);
     view.width = slots.extent(1);
     view.max_requests = miss_ids.extent(0);
@@ -64,12 +67,21 @@ class PlanOutHandle {
     view.miss_slots = data_of<std::int32_t, 2>(miss_slots, "miss_slots", {view.max_requests, view.miss_capacity});
     view.miss_counts = data_of<std::int32_t, 1>(miss_counts, "miss_counts", {view.max_requests});
     view.stats = data_of<std::int64_t, 1>(stats, "stats", {kStatsCount});
+    auto* kinds_data = data_of<std::int32_t, 3>(kinds, "kinds", {kAny, view.width, 2});
+    auto* positions_data = data_of<std::int32_t, 2>(miss_positions, "miss_positions", {kAny, view.miss_capacity});
+    if (kinds.extent(0) == 0 && miss_positions.extent(0) == 0) return;  // no compact delivery
+    require(kinds.extent(0) == view.max_tokens, "kinds: ", kinds.extent(0), " tokens, but slots has ",
+            view.max_tokens);
+    require(miss_positions.extent(0) == view.max_requests, "miss_positions: ", miss_positions.extent(0),
+            " requests, but miss_ids has ", view.max_requests);
+    view.kinds = kinds_data;
+    view.miss_positions = positions_data;
   }
 
   PlanOutput view{};
 
  private:
-  std::array<nb::object, 6> tensors_;
+  std::array<nb::object, 8> tensors_;
 };
 
 void py_plan(const Tensor& topk, const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& rows,
@@ -96,6 +108,11 @@ HotPoolView hot_view(const Tensor& hot) {
   return {data, hot.extent(0), hot.extent(1), hot.extent(2)};
 }
 
+// Longer than the step is fine: such buffers and the block table are allocated once for the largest step.
+void require_requests(const char* name, const Tensor& tensor, std::int64_t requests) {
+  require(tensor.extent(0) >= requests, name, ": ", tensor.extent(0), " requests, but rows has ", requests);
+}
+
 std::int64_t py_serve(const Tensor& host, const Tensor& hot, const Tensor& block_table, const Tensor& rows,
                       const Tensor& miss_ids, const Tensor& miss_slots, const Tensor& miss_counts) {
   const HostPoolView host_pool = host_view(host);
@@ -110,12 +127,147 @@ std::int64_t py_serve(const Tensor& host, const Tensor& hot, const Tensor& block
   misses.ids = data_of<std::int32_t, 2>(miss_ids, "miss_ids", {kAny, kAny});
   misses.slots = data_of<std::int32_t, 2>(miss_slots, "miss_slots", {buffered, misses.capacity});
   misses.counts = data_of<std::int32_t, 1>(miss_counts, "miss_counts", {buffered});
-  // Longer than the step is fine: the plan's buffers and the block table are allocated once for the largest step.
-  require(buffered >= misses.requests, "miss_ids: ", buffered, " requests, but rows has ", misses.requests);
-  require(block_table.extent(0) >= misses.requests, "block_table: ", block_table.extent(0),
-          " requests, but rows has ", misses.requests);
+  require_requests("miss_ids", miss_ids, misses.requests);
+  require_requests("block_table", block_table, misses.requests);
   nb::gil_scoped_release release;
   return dsa_serve(host_pool, hot_pool, misses);
+}
+
+void require_tokens(const char* name, const Tensor& tensor, const char* owner, std::int64_t tokens) {
+  require(tensor.extent(0) >= tokens, name, ": ", tensor.extent(0), " tokens, but ", owner, " has ", tokens);
+}
+
+RequestsView requests_view(const Tensor& query_start_loc, const Tensor& rows) {
+  RequestsView requests{};
+  requests.count = rows.extent(0);
+  requests.rows = data_of<std::int32_t, 1>(rows, "rows", {kAny});
+  requests.starts = data_of<std::int32_t, 1>(query_start_loc, "query_start_loc", {requests.count + 1});
+  return requests;
+}
+
+std::int64_t py_serve_compact(const Tensor& kinds, const Tensor& query_start_loc, const Tensor& seq_lens,
+                              const Tensor& host, const Tensor& hot, const Tensor& block_table, const Tensor& rows,
+                              const Tensor& new_rows, const Tensor& selection) {
+  const HostPoolView host_pool = host_view(host);
+  const HotPoolView hot_pool = hot_view(hot);
+  const RequestsView requests = requests_view(query_start_loc, rows);
+  CompactView view{};
+  view.tokens = new_rows.extent(0);
+  view.width = kinds.extent(1);
+  view.table_width = block_table.extent(1);
+  view.kinds = data_of<std::int32_t, 3>(kinds, "kinds", {kAny, kAny, 2});
+  view.seq_lens = data_of<std::int32_t, 1>(seq_lens, "seq_lens", {requests.count});
+  view.block_table = data_of<std::int32_t, 2>(block_table, "block_table", {kAny, kAny});
+  view.new_rows = data_of<std::uint8_t, 2>(new_rows, "new_rows", {kAny, host_pool.row_bytes});
+  view.selection = data_of<std::uint8_t, 3>(selection, "selection", {kAny, view.width, host_pool.row_bytes});
+  require_tokens("kinds", kinds, "new_rows", view.tokens);
+  require_tokens("selection", selection, "new_rows", view.tokens);
+  require_requests("block_table", block_table, requests.count);
+  nb::gil_scoped_release release;
+  return dsa_serve_compact(host_pool, hot_pool, requests, view);
+}
+
+std::int64_t py_install(const Tensor& selection, const Tensor& query_start_loc, const Tensor& rows,
+                        const Tensor& miss_positions, const Tensor& miss_slots, const Tensor& miss_counts,
+                        const Tensor& hot) {
+  const HotPoolView hot_pool = hot_view(hot);
+  const RequestsView requests = requests_view(query_start_loc, rows);
+  InstallView view{};
+  view.tokens = selection.extent(0);
+  view.width = selection.extent(1);
+  view.capacity = miss_positions.extent(1);
+  const std::int64_t buffered = miss_positions.extent(0);
+  view.selection = data_of<std::uint8_t, 3>(selection, "selection", {kAny, kAny, hot_pool.row_bytes});
+  view.positions = data_of<std::int32_t, 2>(miss_positions, "miss_positions", {kAny, kAny});
+  view.slots = data_of<std::int32_t, 2>(miss_slots, "miss_slots", {buffered, view.capacity});
+  view.counts = data_of<std::int32_t, 1>(miss_counts, "miss_counts", {buffered});
+  require_requests("miss_positions", miss_positions, requests.count);
+  nb::gil_scoped_release release;
+  return dsa_install(hot_pool, requests, view);
+}
+
+std::int64_t py_gather(const Tensor& topk, const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& rows,
+                       const Tensor& host, const Tensor& block_table, const Tensor& new_rows,
+                       const Tensor& selection, const Tensor& status, const Tensor& lengths) {
+  const HostPoolView host_pool = host_view(host);
+  const RequestsView requests = requests_view(query_start_loc, rows);
+  GatherView view{};
+  view.topk = data_of<std::int32_t, 2>(topk, "topk", {kAny, kAny});
+  view.tokens = topk.extent(0);
+  view.width = topk.extent(1);
+  view.rows = selection.extent(0);
+  view.queries = selection.extent(1);
+  view.table_width = block_table.extent(1);
+  view.seq_lens = data_of<std::int32_t, 1>(seq_lens, "seq_lens", {requests.count});
+  view.block_table = data_of<std::int32_t, 2>(block_table, "block_table", {kAny, kAny});
+  view.new_rows = data_of<std::uint8_t, 2>(new_rows, "new_rows", {view.tokens, host_pool.row_bytes});
+  view.selection = data_of<std::uint8_t, 4>(selection, "selection", {kAny, kAny, view.width, host_pool.row_bytes});
+  view.status = data_of<std::int32_t, 3>(status, "status", {view.rows, view.queries, view.width + 1});
+  view.lengths = data_of<std::int32_t, 1>(lengths, "lengths", {kAny});
+  require_tokens("lengths", lengths, "topk", view.tokens);
+  require_requests("block_table", block_table, requests.count);
+  nb::gil_scoped_release release;
+  return gather_selection(host_pool, requests, view);
+}
+
+void py_gather_reuse(const Tensor& status, const Tensor& rows, const Tensor& query_start_loc, const Tensor& lengths) {
+  const auto* data = data_of<std::int32_t, 3>(status, "status", {kAny, kAny, kAny});
+  require(status.extent(2) > 0, "status: expected K + 1 entries per query, got 0");
+  const RequestsView requests = requests_view(query_start_loc, rows);
+  auto* to = data_of<std::int32_t, 1>(lengths, "lengths", {kAny});
+  nb::gil_scoped_release release;
+  gather_reuse(data, status.extent(0), status.extent(1), status.extent(2), requests, to, lengths.extent(0));
+}
+
+RecordsView records_view(const Tensor& records, const Tensor& counts, std::int64_t width, std::int64_t requests) {
+  RecordsView view{};
+  const std::int64_t buffered = records.extent(0);
+  view.queries = records.extent(1);
+  view.capacity = (width + kChunks - 1) / kChunks;
+  view.records = data_of<std::int32_t, 5>(records, "records", {kAny, kAny, kChunks, view.capacity, kRecordInts});
+  view.counts = data_of<std::int32_t, 3>(counts, "record_counts", {buffered, view.queries, kChunks});
+  require_requests("records", records, requests);
+  return view;
+}
+
+void py_conformance_plan(const Tensor& topk, const Tensor& query_start_loc, const Tensor& seq_lens,
+                         const Tensor& rows, const ResidencyHandle& residency, std::int64_t id_range,
+                         const Tensor& kinds, const Tensor& actual, const Tensor& records,
+                         const Tensor& record_counts) {
+  const RequestsView requests = requests_view(query_start_loc, rows);
+  ConformancePlanView view{};
+  view.topk = data_of<std::int32_t, 2>(topk, "topk", {kAny, kAny});
+  view.tokens = topk.extent(0);
+  view.width = topk.extent(1);
+  view.id_range = id_range;
+  view.seq_lens = data_of<std::int32_t, 1>(seq_lens, "seq_lens", {requests.count});
+  view.kinds = data_of<std::int32_t, 3>(kinds, "kinds", {kAny, view.width, 2});
+  view.actual = data_of<std::int32_t, 1>(actual, "actual", {kAny});
+  require_tokens("kinds", kinds, "topk", view.tokens);
+  require_tokens("actual", actual, "topk", view.tokens);
+  const RecordsView record_lists = records_view(records, record_counts, view.width, requests.count);
+  nb::gil_scoped_release release;
+  conformance_plan(requests, residency.view, view, record_lists);
+}
+
+void py_conformance_install(const Tensor& query_start_loc, const Tensor& rows, const ResidencyHandle& residency,
+                            std::int64_t id_range, std::int64_t width, const Tensor& records,
+                            const Tensor& record_counts, const Tensor& miss_positions, const Tensor& miss_slots,
+                            const Tensor& miss_counts, bool metadata_update) {
+  const RequestsView requests = requests_view(query_start_loc, rows);
+  const RecordsView record_lists = records_view(records, record_counts, width, requests.count);
+  const std::int64_t buffered = miss_positions.extent(0);
+  InstallListView list{};
+  list.capacity = miss_positions.extent(1);
+  list.positions = data_of<std::int32_t, 2>(miss_positions, "miss_positions", {kAny, kAny});
+  list.slots = data_of<std::int32_t, 2>(miss_slots, "miss_slots", {buffered, list.capacity});
+  list.counts = data_of<std::int32_t, 1>(miss_counts, "miss_counts", {buffered});
+  require_requests("miss_positions", miss_positions, requests.count);
+  const std::int64_t most = record_lists.queries * kChunks * record_lists.capacity;
+  require(list.capacity >= most, "miss_positions: capacity ", list.capacity, " is less than the ", most,
+          " records of a request");
+  nb::gil_scoped_release release;
+  conformance_install(requests, residency.view, record_lists, width, id_range, metadata_update, list);
 }
 
 void py_write_rows(const Tensor& hot, const Tensor& rows, const Tensor& new_rows, const Tensor& slots) {
@@ -160,15 +312,33 @@ NB_MODULE(_C, m) {
   using namespace kvoffload;
   nb::class_<Workspace>(m, "Workspace").def(nb::init<>());
   nb::class_<ResidencyHandle>(m, "Residency")
-      .def(nb::init<const Tensor&, const Tensor&, const Tensor&, const Tensor&, const std::string&>(), nb::arg("tags"), nb::arg("ages"),
-           nb::arg("hands"), nb::arg("high"), nb::arg("policy"));
+      .def(nb::init<const Tensor&, const Tensor&, const Tensor&, const Tensor&, const std::string&>(),
+           nb::arg("tags"), nb::arg("ages"), nb::arg("hands"), nb::arg("high"), nb::arg("policy"));
   nb::class_<PlanOutHandle>(m, "PlanOut")
-      .def(nb::init<const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&>(), nb::arg("slots"), nb::arg("new_slots"),
-           nb::arg("miss_ids"), nb::arg("miss_slots"), nb::arg("miss_counts"), nb::arg("stats"));
+      .def(nb::init<const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                    const Tensor&, const Tensor&>(),
+           nb::arg("slots"), nb::arg("new_slots"), nb::arg("miss_ids"), nb::arg("miss_slots"),
+           nb::arg("miss_counts"), nb::arg("stats"), nb::arg("kinds"), nb::arg("miss_positions"));
   m.def("dsa_plan", py_plan, nb::arg("topk"), nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("rows"),
         nb::arg("residency"), nb::arg("out"), nb::arg("workspace"));
   m.def("dsa_serve", py_serve, nb::arg("host"), nb::arg("hot"), nb::arg("block_table"), nb::arg("rows"),
         nb::arg("miss_ids"), nb::arg("miss_slots"), nb::arg("miss_counts"));
+  m.def("dsa_serve_compact", py_serve_compact, nb::arg("kinds"), nb::arg("query_start_loc"), nb::arg("seq_lens"),
+        nb::arg("host"), nb::arg("hot"), nb::arg("block_table"), nb::arg("rows"), nb::arg("new_rows"),
+        nb::arg("selection"));
+  m.def("dsa_install", py_install, nb::arg("selection"), nb::arg("query_start_loc"), nb::arg("rows"),
+        nb::arg("miss_positions"), nb::arg("miss_slots"), nb::arg("miss_counts"), nb::arg("hot"));
+  m.def("gather_selection", py_gather, nb::arg("topk"), nb::arg("query_start_loc"), nb::arg("seq_lens"),
+        nb::arg("rows"), nb::arg("host"), nb::arg("block_table"), nb::arg("new_rows"), nb::arg("selection"),
+        nb::arg("status"), nb::arg("lengths"));
+  m.def("gather_reuse", py_gather_reuse, nb::arg("status"), nb::arg("rows"), nb::arg("query_start_loc"),
+        nb::arg("lengths"));
+  m.def("conformance_plan", py_conformance_plan, nb::arg("topk"), nb::arg("query_start_loc"), nb::arg("seq_lens"),
+        nb::arg("rows"), nb::arg("residency"), nb::arg("id_range"), nb::arg("kinds"), nb::arg("actual"),
+        nb::arg("records"), nb::arg("record_counts"));
+  m.def("conformance_install", py_conformance_install, nb::arg("query_start_loc"), nb::arg("rows"),
+        nb::arg("residency"), nb::arg("id_range"), nb::arg("width"), nb::arg("records"), nb::arg("record_counts"),
+        nb::arg("miss_positions"), nb::arg("miss_slots"), nb::arg("miss_counts"), nb::arg("metadata_update"));
   m.def("write_rows", py_write_rows, nb::arg("hot"), nb::arg("rows"), nb::arg("new_rows"), nb::arg("slots"));
   m.def("host_write", py_host_write, nb::arg("host"), nb::arg("new_rows"), nb::arg("slot_mapping"));
   m.def("host_read", py_host_read, nb::arg("host"), nb::arg("block_table"), nb::arg("start"), nb::arg("count"),

@@ -5,27 +5,10 @@
 #include <vector>
 
 #include "checks.h"
+#include "row_copies.h"
 
 namespace kvoffload {
 namespace {
-
-// A host row's first line is a cache and TLB miss; asking for a few rows ahead overlaps them.
-constexpr std::size_t kRowsAhead = 4;
-
-struct Copy {
-  const std::uint8_t* from;
-  std::uint8_t* to;
-};
-
-std::int64_t checked_block(const HostPoolView& host, const std::int32_t* table, std::int64_t width,
-                           std::int64_t index, std::int64_t request) {
-  require(index < width, "block_table: block ", index, " of request ", request, " is outside its ", width,
-          " entries");
-  const std::int64_t block = table[index];
-  require(block >= 0 && block < host.blocks, "block_table[", request, ", ", index, "]: block ", block,
-          " is outside the host pool's ", host.blocks, " blocks");
-  return block;
-}
 
 void collect_request(const HostPoolView& host, const HotPoolView& hot, const MissView& misses, std::int64_t n,
                      std::vector<Copy>& copies) {
@@ -42,9 +25,7 @@ void collect_request(const HostPoolView& host, const HotPoolView& hot, const Mis
     require(ids[i] >= 0, "miss_ids[", n, ", ", i, "]: negative id ", ids[i]);
     require(slots[i] >= 0 && slots[i] < hot.slots, "miss_slots[", n, ", ", i, "]: ", slots[i], " is outside the ",
             hot.slots, " slots of a row");
-    const std::int64_t block = checked_block(host, table, misses.table_width, ids[i] / host.block_size, n);
-    const std::int64_t token = block * host.block_size + ids[i] % host.block_size;
-    copies.push_back({host.data + token * host.row_bytes, row + slots[i] * hot.row_bytes});
+    copies.push_back({host_row(host, table, misses.table_width, ids[i], n), row + slots[i] * hot.row_bytes});
   }
 }
 
@@ -59,11 +40,7 @@ std::int64_t dsa_serve(const HostPoolView& host, const HotPoolView& hot, const M
   for (std::int64_t n = 0; n < misses.requests; ++n) {
     if (misses.rows[n] >= 0) collect_request(host, hot, misses, n, copies);
   }
-  const auto bytes = static_cast<std::size_t>(host.row_bytes);
-  for (std::size_t i = 0; i < copies.size(); ++i) {
-    if (i + kRowsAhead < copies.size()) __builtin_prefetch(copies[i + kRowsAhead].from);
-    std::memcpy(copies[i].to, copies[i].from, bytes);
-  }
+  copy_all(copies, host.row_bytes);
   return static_cast<std::int64_t>(copies.size()) * host.row_bytes;
 }
 

@@ -6,6 +6,7 @@
 #include "checks.h"
 #include "isa.h"
 #include "plan_request.h"
+#include "requests.h"
 
 namespace kvoffload {
 namespace {
@@ -47,26 +48,6 @@ std::int64_t check_requests(const PlanInput& in, const ResidencyView& residency,
   return most_ids;
 }
 
-// Two requests on one row would evict each other's rows within the step.
-void check_rows_distinct(const PlanInput& in, Workspace& workspace) {
-  std::vector<std::uint8_t>& seen = workspace.row_seen();
-  std::int64_t clash = -1;
-  std::int64_t marked = 0;
-  const auto active = [&](std::int64_t n) {
-    return in.rows[n] >= 0 && in.query_start_loc[n + 1] > in.query_start_loc[n];
-  };
-  for (; marked < in.requests && clash < 0; ++marked) {
-    if (!active(marked)) continue;
-    std::uint8_t& mark = seen[static_cast<std::size_t>(in.rows[marked])];
-    if (mark != 0) clash = marked;
-    mark = 1;
-  }
-  for (std::int64_t n = 0; n < marked; ++n) {
-    if (active(n)) seen[static_cast<std::size_t>(in.rows[n])] = 0;
-  }
-  require(clash < 0, "rows[", clash, "]: row ", clash < 0 ? 0 : in.rows[clash], " belongs to an earlier request too");
-}
-
 PlanRequestFn select_planner(const ResidencyView& residency) {
 #if defined(KVOFFLOAD_X86)
   if (current_isa() == Isa::kAvx512) return avx512_planner(residency.policy, residency.ways);
@@ -85,6 +66,10 @@ RequestJob make_job(const PlanInput& in, const ResidencyView& residency, const P
   job.miss_ids = out.miss_ids + n * out.miss_capacity;
   job.miss_slots = out.miss_slots + n * out.miss_capacity;
   job.miss_count = out.miss_counts + n;
+  if (out.kinds != nullptr) {
+    job.kinds = out.kinds + 2 * first * in.width;
+    job.miss_positions = out.miss_positions + n * out.miss_capacity;
+  }
   job.tags = residency.tags + row * residency.slots();
   job.ages = residency.ages + row * residency.slots();
   job.hands = residency.hands + row * residency.sets;
@@ -108,6 +93,11 @@ NextRowView next_row(const PlanInput& in, const ResidencyView& residency, std::i
 void fill_unplanned(const PlanOutput& out, std::int64_t first, std::int64_t last) {
   std::fill(out.slots + first * out.width, out.slots + last * out.width, -1);
   std::fill(out.new_slots + first, out.new_slots + last, -1);
+  if (out.kinds == nullptr) return;
+  for (std::int64_t i = first * out.width; i < last * out.width; ++i) {
+    out.kinds[2 * i] = kInvalid;
+    out.kinds[2 * i + 1] = -1;
+  }
 }
 
 }  // namespace
@@ -117,7 +107,7 @@ void dsa_plan(const PlanInput& in, const ResidencyView& residency, const PlanOut
   check_buffers(in, out);
   const std::int64_t most_ids = check_requests(in, residency, out);
   workspace.reserve(residency.slots(), most_ids, residency.rows);
-  check_rows_distinct(in, workspace);
+  check_rows_distinct({in.query_start_loc, in.rows, in.requests}, workspace.row_seen());
 
   const PlanRequestFn plan_request = select_planner(residency);
   const Scratch scratch = workspace.scratch();

@@ -1,4 +1,4 @@
-// dsa_plan: one residency decision per index group and step. Semantics: vllm_kvoffload/ops/oracle.py.
+// dsa_plan: one residency decision per index group and step. Semantics: vllm_kvoffload/ops/oracle/plan.py.
 #pragma once
 
 #include "residency.h"

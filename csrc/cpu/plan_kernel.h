@@ -199,10 +199,8 @@ class RequestPlan {
       mark_hits(token);
     }
     settle_hits();
-    for (std::int32_t i = 0; i < pending_count_; ++i) {
-      next_row_.advance();
-      resolve_miss(scratch_.pending[i]);
-    }
+    if (job_.kinds != nullptr) describe();
+    displace(install_pending());
     next_row_.finish();
     place_unchosen_new_tokens();
     *job_.miss_count = miss_count_;
@@ -281,29 +279,75 @@ class RequestPlan {
     return hits;
   }
 
-  void resolve_miss(std::int32_t at) {
-    const std::int32_t id = job_.topk[at];
-    const std::int32_t set = set_of(id);
-    // Not resident when the hits were marked: found now means an earlier position of this step placed it.
-    const std::uint32_t found = Vec::match(tags_of(set), id);
-    std::int32_t slot = found != 0 ? set * W + lowest(found) : find_displaced(id);
-    if (slot != kNoSlot) {
-      ++stats_.duplicates;
-    } else {
-      const int way = take_way(set);
-      slot = way >= 0 ? install(set, way, id) : displace(set, id);
-      emit(id, slot);
+  // Compact delivery: only hits have a slot so far, and only they are read from the pool.
+  void describe() const {
+    for (std::int32_t token = 0; token < job_.query_tokens; ++token) {
+      const std::int32_t limit = stable_ + token;
+      for (std::int32_t i = token * job_.width; i < (token + 1) * job_.width; ++i) {
+        const std::int32_t id = job_.topk[i];
+        std::int32_t kind = id < stable_ ? kOldMiss : kDecodeWindow;
+        kind = id > limit ? kFutureSkip : kind;
+        kind = id < 0 ? kNegativeStop : kind;
+        const bool hit = job_.slots[i] != kNoSlot;
+        job_.kinds[2 * i] = hit ? kPoolHit : kind;
+        job_.kinds[2 * i + 1] = hit ? job_.slots[i] : id;
+      }
     }
-    job_.slots[at] = slot;
   }
 
-  void emit(std::int32_t id, std::int32_t slot) {
+  // Gives the pending positions ways of their own sets, each set for itself. Those that found theirs full become the
+  // pending ones; returns their number.
+  std::int32_t install_pending() {
+    std::int32_t overflow = 0;
+    for (std::int32_t i = 0; i < pending_count_; ++i) {
+      next_row_.advance();
+      const std::int32_t at = scratch_.pending[i];
+      const std::int32_t id = job_.topk[at];
+      const std::int32_t set = set_of(id);
+      // Not resident when the hits were marked: found now means an earlier position of this step placed it.
+      const std::uint32_t found = Vec::match(tags_of(set), id);
+      if (found != 0) {
+        job_.slots[at] = set * W + lowest(found);
+        ++stats_.duplicates;
+        continue;
+      }
+      const int way = take_way(set);
+      if (way < 0) {
+        scratch_.pending[overflow++] = at;
+        continue;
+      }
+      job_.slots[at] = install(set, way, id);
+      emit(at);
+    }
+    return overflow;
+  }
+
+  void displace(std::int32_t overflow) {
+    for (std::int32_t i = 0; i < overflow; ++i) {
+      const std::int32_t at = scratch_.pending[i];
+      const std::int32_t id = job_.topk[at];
+      const std::int32_t slot = find_displaced(id);
+      if (slot != kNoSlot) {
+        job_.slots[at] = slot;
+        ++stats_.duplicates;
+      } else {
+        job_.slots[at] = displace_id(id);
+        emit(at);
+      }
+    }
+  }
+
+  // The position is the first of its id, and has its slot.
+  void emit(std::int32_t at) {
+    const std::int32_t id = job_.topk[at];
+    const std::int32_t slot = job_.slots[at];
     if (id >= stable_) {
       job_.new_slots[id - stable_] = slot;
       ++stats_.new_tokens;
     } else {
       job_.miss_ids[miss_count_] = id;
       job_.miss_slots[miss_count_] = slot;
+      if (job_.miss_positions != nullptr) job_.miss_positions[miss_count_] = at;
       ++miss_count_;
     }
   }
@@ -372,7 +416,8 @@ class RequestPlan {
 
   // I-4: the id's own set is full of ids that this step needs. Any other slot of the row serves the step; left
   // untagged, it is forgotten afterwards.
-  std::int32_t displace(std::int32_t home, std::int32_t id) {
+  std::int32_t displace_id(std::int32_t id) {
+    const std::int32_t home = set_of(id);
     std::int32_t set = home;
     int way = -1;
     for (std::int32_t i = 1; i < job_.sets && way < 0; ++i) {

@@ -23,6 +23,8 @@ struct RequestJob {
   std::int32_t* miss_ids;    // [query_tokens * width] at least
   std::int32_t* miss_slots;
   std::int32_t* miss_count;
+  std::int32_t* kinds;           // [query_tokens, width, 2], or null
+  std::int32_t* miss_positions;  // as miss_ids, or null
   std::int32_t* tags;   // [sets, ways] of the request's row
   std::uint8_t* ages;   // [sets, ways]
   std::uint8_t* hands;  // [sets]

@@ -22,6 +22,14 @@ struct ResidencyView {
   std::int64_t slots() const { return sets * ways; }
 };
 
+// What the number beside a position's kind is; the kinds' numbers are part of the interface. See Kind in ops/types.py.
+inline constexpr std::int32_t kInvalid = 0;       // -1
+inline constexpr std::int32_t kPoolHit = 1;       // slot
+inline constexpr std::int32_t kOldMiss = 2;       // id, in the host pool
+inline constexpr std::int32_t kDecodeWindow = 3;  // id, a new token of the step
+inline constexpr std::int32_t kFutureSkip = 4;    // id
+inline constexpr std::int32_t kNegativeStop = 5;  // id
+
 struct PlanInput {
   const std::int32_t* topk;             // [tokens, width]
   const std::int32_t* query_start_loc;  // [requests + 1]
@@ -44,6 +52,8 @@ struct PlanOutput {
   std::int64_t max_requests;
   std::int64_t miss_capacity;
   std::int64_t width;
+  std::int32_t* kinds;           // [max_tokens, width, 2], or null: no compact delivery
+  std::int32_t* miss_positions;  // [max_requests, miss_capacity], or null
 };
 
 // Order of the stats vector.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from plan_cases import Shape, Step, sequences
+from plan_cases import Step
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import Kind, oracle

@@ -1,10 +1,9 @@
-"""The seeds' plan and install: by hand, against a model with the seeds' own tables, and core against oracle."""
+"""The seeds' plan and install: by hand, against a model of the seeds' tables, core against oracle."""
 
 from __future__ import annotations
 
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,7 +19,9 @@ def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def one_query(impl: ModuleType, ids: list[int], length: int, residency: ops.Residency, **options: int):
+def one_query(
+    impl: ModuleType, ids: list[int], length: int, residency: ops.Residency, **options: int
+) -> conformance.ConformanceOut:
     """The out buffers after a plan of one query of one request on row 0."""
     out = conformance.ConformanceOut(1, 1, len(ids), 1)
     id_range = options.get("id_range", ID_RANGE)

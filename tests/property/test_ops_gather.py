@@ -1,4 +1,4 @@
-"""The baseline selection: only the previous step's is kept. By hand, against the oracle and against the truth."""
+"""The baseline selection keeps the previous step's only. By hand, against oracle and truth."""
 
 from __future__ import annotations
 

@@ -17,6 +17,8 @@ class PlanOut:
         miss_slots: torch.Tensor,
         miss_counts: torch.Tensor,
         stats: torch.Tensor,
+        kinds: torch.Tensor,
+        miss_positions: torch.Tensor,
     ) -> None: ...
 
 def dsa_plan(
@@ -37,6 +39,69 @@ def dsa_serve(
     miss_slots: torch.Tensor,
     miss_counts: torch.Tensor,
 ) -> int: ...
+def dsa_serve_compact(
+    kinds: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    host: torch.Tensor,
+    hot: torch.Tensor,
+    block_table: torch.Tensor,
+    rows: torch.Tensor,
+    new_rows: torch.Tensor,
+    selection: torch.Tensor,
+) -> int: ...
+def dsa_install(
+    selection: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    rows: torch.Tensor,
+    miss_positions: torch.Tensor,
+    miss_slots: torch.Tensor,
+    miss_counts: torch.Tensor,
+    hot: torch.Tensor,
+) -> int: ...
+def gather_selection(
+    topk: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    rows: torch.Tensor,
+    host: torch.Tensor,
+    block_table: torch.Tensor,
+    new_rows: torch.Tensor,
+    selection: torch.Tensor,
+    status: torch.Tensor,
+    lengths: torch.Tensor,
+) -> int: ...
+def gather_reuse(
+    status: torch.Tensor,
+    rows: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    lengths: torch.Tensor,
+) -> None: ...
+def conformance_plan(
+    topk: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    rows: torch.Tensor,
+    residency: Residency,
+    id_range: int,
+    kinds: torch.Tensor,
+    actual: torch.Tensor,
+    records: torch.Tensor,
+    record_counts: torch.Tensor,
+) -> None: ...
+def conformance_install(
+    query_start_loc: torch.Tensor,
+    rows: torch.Tensor,
+    residency: Residency,
+    id_range: int,
+    width: int,
+    records: torch.Tensor,
+    record_counts: torch.Tensor,
+    miss_positions: torch.Tensor,
+    miss_slots: torch.Tensor,
+    miss_counts: torch.Tensor,
+    metadata_update: bool,
+) -> None: ...
 def write_rows(
     hot: torch.Tensor, rows: torch.Tensor, new_rows: torch.Tensor, slots: torch.Tensor
 ) -> None: ...

@@ -3,13 +3,17 @@
 Owns the typed front of the C++ core (``csrc/cpu``) and the state types it works on. Never touches streams,
 vLLM or model code: callers pass contiguous CPU tensors and decide where and when a call runs. Every call
 releases the GIL, checks its arguments before touching memory and raises ``ValueError`` naming the argument at
-fault.
+fault. The seeds' own plan and install, for comparison, are in :mod:`vllm_kvoffload.ops.conformance`.
 """
 
 from vllm_kvoffload.ops.native import (
     available_isas,
+    dsa_install,
     dsa_plan,
     dsa_serve,
+    dsa_serve_compact,
+    gather_reuse,
+    gather_selection,
     host_read,
     host_write,
     isa,
@@ -39,8 +43,12 @@ __all__ = [
     "Residency",
     "Workspace",
     "available_isas",
+    "dsa_install",
     "dsa_plan",
     "dsa_serve",
+    "dsa_serve_compact",
+    "gather_reuse",
+    "gather_selection",
     "host_read",
     "host_write",
     "isa",

@@ -9,10 +9,10 @@ metadata and an install that replays the FIFO pointers. Per decode step and inde
    with ``out.miss_positions``, ``out.miss_slots`` and ``out.miss_counts``; the owner does the same last, with
    ``metadata_update=True``. All replay the same pointers, so all get the same slots.
 
-Where an id stands is looked up in its set, where the seeds keep a table of all ids; both say the same. What the
-seeds do and we would not: padding must be trailing (a chunk of an eighth of the positions starts afresh unless
-the position before it is negative), residents of rejected drafts are not dropped (but this step's tokens are
-never installed), and more than 16 new ids in a set overwrite each other.
+Where an id stands is looked up in its set, where the seeds keep a table of all ids; both say the same. What
+the seeds do and we would not: padding must be trailing (a chunk of an eighth of the positions starts afresh
+unless the position before it is negative), token 0 is never new, and more than 16 new ids in a set overwrite
+each other. A step's own tokens are never installed, so rejected drafts need no roll-back.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ CHUNKS: Final = 8
 class ConformanceOut:
     """Output buffers of :func:`plan` and :func:`install_slots`, allocated once for the largest step.
 
-    Only the step's part is written. Symbols: q query tokens of a request, C = ceil(K / 8), M = q * K.
+    Only the step's part is written. Symbols: q query tokens of a request, C = ceil(K / 8), M = q * 8 * C.
 
     Attributes:
         kinds: int32 [T, K, 2], (kind, number) of every position, see ``ops.Kind``.
         actual: int32 [T], ids within reach before the first negative one.
-        records: int32 [N, q, 8, C, 4], (set, id, query, position) of the old misses of each chunk of positions.
+        records: int32 [N, q, 8, C, 4], (set, id, query, position) of each chunk's old misses.
         record_counts: int32 [N, q, 8].
         miss_positions, miss_slots: int32 [N, M], what to install where, as ``ops.dsa_install`` takes it.
         miss_counts: int32 [N].
     """
 
     def __init__(self, max_tokens: int, max_requests: int, topk: int, max_query_len: int) -> None:
-        capacity = max_query_len * topk
         self.chunk_capacity: Final = -(-topk // CHUNKS)
+        capacity = max_query_len * CHUNKS * self.chunk_capacity
         chunks = (max_requests, max_query_len, CHUNKS)
         self.kinds: Final = torch.full((max_tokens, topk, 2), -1, dtype=torch.int32)
         self.actual: Final = torch.zeros(max_tokens, dtype=torch.int32)
@@ -52,15 +52,6 @@ class ConformanceOut:
         self.miss_positions: Final = torch.full((max_requests, capacity), -1, dtype=torch.int32)
         self.miss_slots: Final = torch.full((max_requests, capacity), -1, dtype=torch.int32)
         self.miss_counts: Final = torch.zeros(max_requests, dtype=torch.int32)
-        self.buffers: Final = (
-            self.kinds,
-            self.actual,
-            self.records,
-            self.record_counts,
-            self.miss_positions,
-            self.miss_slots,
-            self.miss_counts,
-        )
 
 
 def plan(
@@ -74,11 +65,11 @@ def plan(
 ) -> None:
     """Says of every position where its row is. Reads the residency, writes none of it.
 
-    Of a request with q query tokens and sequence length L, query s may see ids up to ``L - q + s``; ids above
-    ``max(L - q - 1, 0)`` are the step's own and never hit. In order of position: after a stop (INVALID, -1);
-    negative: NEGATIVE_STOP and stop; beyond sight, or L <= 0: FUTURE_SKIP; resident and old: POOL_HIT with its
-    slot; the step's own: DECODE_WINDOW; else OLD_MISS, and a record. Stops hold to the end of a chunk of C
-    positions; the next chunk starts stopped if the position before it is negative.
+    Of a request with q query tokens and sequence length L, query s may see ids up to ``L - q + s``; ids
+    above ``max(L - q - 1, 0)`` are the step's own and never hit. In order of position: after a stop
+    (INVALID, -1); negative: NEGATIVE_STOP and stop; beyond sight, or L <= 0: FUTURE_SKIP; the step's own:
+    DECODE_WINDOW; resident: POOL_HIT with its slot; else OLD_MISS, and a record. Stops hold to the end of a
+    chunk of C positions; the next chunk starts stopped if the position before it is negative.
 
     Args:
         topk: int32 [T, K].
@@ -92,7 +83,18 @@ def plan(
     Raises:
         ValueError: a wrong type, shape or range; outputs are then as before.
     """
-    _C.conformance_plan(topk, query_start_loc, seq_lens, rows, residency.handle, id_range, *out.buffers[:4])
+    _C.conformance_plan(
+        topk,
+        query_start_loc,
+        seq_lens,
+        rows,
+        residency.handle,
+        id_range,
+        out.kinds,
+        out.actual,
+        out.records,
+        out.record_counts,
+    )
 
 
 def install_slots(
@@ -119,5 +121,15 @@ def install_slots(
         ValueError: a wrong type, shape or range; state and outputs are then as before.
     """
     _C.conformance_install(
-        query_start_loc, rows, residency.handle, id_range, *out.buffers[2:], metadata_update
+        query_start_loc,
+        rows,
+        residency.handle,
+        id_range,
+        int(out.kinds.shape[1]),
+        out.records,
+        out.record_counts,
+        out.miss_positions,
+        out.miss_slots,
+        out.miss_counts,
+        metadata_update,
     )

@@ -29,7 +29,7 @@ def dsa_plan(
         seq_lens: int32 [N], tokens of the request including this step's.
         rows: int32 [N], the request's row; negative: the request is skipped.
         residency: updated in place. Its rows must not be planned by two threads at once.
-        out: overwritten.
+        out: overwritten; kinds and positions of misses too if it was made with ``compact=True``.
         workspace: scratch of the calling thread, reused from call to call.
 
     Raises:
@@ -61,6 +61,116 @@ def dsa_serve(
         ValueError: a wrong type, shape or range; nothing was copied then.
     """
     return _C.dsa_serve(host, hot, block_table, rows, miss_ids, miss_slots, miss_counts)
+
+
+def dsa_serve_compact(
+    kinds: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    host: torch.Tensor,
+    hot: torch.Tensor,
+    block_table: torch.Tensor,
+    rows: torch.Tensor,
+    new_rows: torch.Tensor,
+    selection: torch.Tensor,
+) -> int:
+    """Gathers one layer's chosen rows, hits included, in order of position; returns the bytes fetched.
+
+    Args:
+        kinds: int32 [at least T, K, 2], as the plan wrote them.
+        query_start_loc: int32 [N + 1], starts at 0.
+        seq_lens: int32 [N].
+        host: uint8 [num_blocks, block_size, row_bytes].
+        hot: uint8 [R, P, row_bytes].
+        block_table: int32 [at least N, B], host blocks of each request.
+        rows: int32 [N], negative: skip.
+        new_rows: uint8 [T, row_bytes], the step's new tokens.
+        selection: uint8 [at least T, K, row_bytes]; its first T are overwritten, with zeros where no row is.
+
+    Raises:
+        ValueError: a wrong type, shape or range; nothing was copied then.
+    """
+    return _C.dsa_serve_compact(
+        kinds, query_start_loc, seq_lens, host, hot, block_table, rows, new_rows, selection
+    )
+
+
+def dsa_install(
+    selection: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    rows: torch.Tensor,
+    miss_positions: torch.Tensor,
+    miss_slots: torch.Tensor,
+    miss_counts: torch.Tensor,
+    hot: torch.Tensor,
+) -> int:
+    """Refills one layer's pool with the misses of a gathered selection; returns the bytes copied.
+
+    Args:
+        selection: uint8 [at least T, K, row_bytes], as ``dsa_serve_compact`` left it.
+        query_start_loc: int32 [N + 1], starts at 0.
+        rows: int32 [N], negative: skip.
+        miss_positions: int32 [at least N, M]; with ``miss_slots`` and ``miss_counts`` as the plan wrote them.
+        hot: uint8 [R, P, row_bytes].
+
+    Raises:
+        ValueError: a wrong type, shape or range; nothing was copied then.
+    """
+    return _C.dsa_install(selection, query_start_loc, rows, miss_positions, miss_slots, miss_counts, hot)
+
+
+def gather_selection(
+    topk: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    rows: torch.Tensor,
+    host: torch.Tensor,
+    block_table: torch.Tensor,
+    new_rows: torch.Tensor,
+    selection: torch.Tensor,
+    status: torch.Tensor,
+    lengths: torch.Tensor,
+) -> int:
+    """The baseline: one layer's chosen rows, those of the previous step kept; returns the bytes fetched.
+
+    A selection has no order of its own: ``status`` says which id stands at which place. A row starts with a
+    status of -1 and lengths (the last entry) of 0.
+
+    Args:
+        topk: int32 [T, K], -1 anywhere for padding.
+        query_start_loc: int32 [N + 1], starts at 0.
+        seq_lens: int32 [N], tokens of the request including this step's.
+        rows: int32 [N], negative: skip.
+        host: uint8 [num_blocks, block_size, row_bytes].
+        block_table: int32 [at least N, B], host blocks of each request; must cover every chosen id.
+        new_rows: uint8 [T, row_bytes], the step's new tokens.
+        selection: uint8 [R, Q, K, row_bytes], updated in place; Q: most query tokens of a request.
+        status: int32 [R, Q, K + 1], updated in place: the id at each place, -1 behind them, their number.
+        lengths: int32 [at least T], the number of ids of each query token's selection.
+
+    Raises:
+        ValueError: a wrong type, shape or range; a row used twice. Nothing was written then.
+    """
+    return _C.gather_selection(
+        topk, query_start_loc, seq_lens, rows, host, block_table, new_rows, selection, status, lengths
+    )
+
+
+def gather_reuse(
+    status: torch.Tensor, rows: torch.Tensor, query_start_loc: torch.Tensor, lengths: torch.Tensor
+) -> None:
+    """Reads the lengths of the selections as they are: draft steps that keep the first one's top-k.
+
+    Args:
+        status: int32 [R, Q, K + 1].
+        rows: int32 [N], negative: skip.
+        query_start_loc: int32 [N + 1], starts at 0.
+        lengths: int32 [T], 0 where there is no request.
+
+    Raises:
+        ValueError: a wrong type, shape or range; nothing was written then.
+    """
+    _C.gather_reuse(status, rows, query_start_loc, lengths)
 
 
 def write_rows(hot: torch.Tensor, rows: torch.Tensor, new_rows: torch.Tensor, slots: torch.Tensor) -> None:

@@ -145,7 +145,7 @@ class PlanOut:
         self.miss_positions: Final = torch.full(
             (max_requests if compact else 0, capacity), -1, dtype=torch.int32
         )
-        self.handle: Final = _C.PlanOut(*self._buffers[:6])
+        self.handle: Final = _C.PlanOut(*self._buffers)
 
     @property
     def _buffers(self) -> tuple[torch.Tensor, ...]:

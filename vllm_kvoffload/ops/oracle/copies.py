@@ -44,7 +44,7 @@ def dsa_serve_compact(
 ) -> int:
     """Every position's row, hits included, goes to its place of the selection; zeros where there is none.
 
-    The positions of requests without a row and of tokens past the last request are zeros, whatever their kind.
+    Requests without a row and tokens past the last request get zeros, whatever the kinds.
     """
     selection[: len(new_rows)] = 0
     fetched = 0

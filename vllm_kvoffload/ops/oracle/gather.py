@@ -17,10 +17,10 @@ def distinct_valid(ids: list[int], limit: int) -> list[int]:
 def arrange(previous: list[int], wanted: list[int], stable: int) -> tuple[list[int], dict[int, int]]:
     """Places of the wanted ids: ``(id at each place, {new place: old place} of those that move)``.
 
-    ``previous`` are the ids at their places. A wanted one below ``stable`` is a hit (the rows of the others may
-    belong to rejected drafts); should it stand there twice, at its first place. Hits at places that the new
-    selection still has stay. The others move to the lowest free places, in order of place: no place is read
-    after it was written. What is left of the wanted ids takes the remaining places, ascending.
+    ``previous`` are the ids at their places. A wanted one below ``stable`` is a hit (the rows of the others
+    may belong to rejected drafts); should it stand there twice, at its first place. Hits at places that the
+    new selection still has stay. The others move to the lowest free places, in order of place: no place is
+    read after it was written. What is left of the wanted ids takes the remaining places, ascending.
     """
     old_place: dict[int, int] = {}
     for place, token in enumerate(previous):
@@ -56,9 +56,9 @@ def gather_selection(
     """Brings each query's selection from the previous step's to this step's, see :func:`arrange`.
 
     ``status[r, s]`` then holds the ids by place, -1 behind them and their number last. The number of a row's
-    queries that this step does not have becomes 0: a draft accepted later must not meet the row of one rejected
-    earlier. Requests without a row or without tokens leave the row as it is; their tokens and those past the
-    last request get a length of 0.
+    queries that this step does not have becomes 0: a draft accepted later must not meet the row of one
+    rejected earlier. Requests without a row or without tokens leave the row as it is; their tokens and those
+    past the last request get a length of 0.
     """
     width = topk.shape[1]
     lengths[: len(topk)] = 0
