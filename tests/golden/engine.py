@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -60,12 +61,15 @@ class Trace:
 
     schedule: for each step the tokens that each job computes. preempted: jobs, once per preemption.
     peak_blocks: most KV blocks in use at once. stats: growth of the offload counters, empty without offload.
+    drafts: for each step the draft tokens that each job verifies. accepted: how many of them, for each set.
     """
 
     schedule: list[dict[str, int]] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     peak_blocks: int = 0
     stats: dict[str, float] = field(default_factory=dict)
+    drafts: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
 
     @property
     def mixed_steps(self) -> int:
@@ -84,7 +88,7 @@ class EngineUnderTest:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         section = {"dram_size_per_dp_GB": 1, **(offload or {}), "enabled": offload is not None}
-        arguments = {**OPTIONS, **options}
+        arguments = copy.deepcopy({**OPTIONS, **options})  # vLLM writes into the dicts it gets
         self.offloads = offload is not None
         self.engine = LLMEngine.from_engine_args(
             EngineArgs(
@@ -209,11 +213,14 @@ class EngineUnderTest:
     def _watch_scheduler(self) -> None:
         scheduler = self.scheduler
         schedule, preempt = scheduler.schedule, scheduler._preempt_request
+        count_accepted = scheduler.make_spec_decoding_stats
 
         def watched_schedule(*args: Any, **kwargs: Any) -> Any:
             output = schedule(*args, **kwargs)
             tokens = {_job_name(req_id): count for req_id, count in output.num_scheduled_tokens.items()}
             self.trace.schedule.append(tokens)
+            drafts = output.scheduled_spec_decode_tokens.items()
+            self.trace.drafts.append({_job_name(req_id): tuple(ids) for req_id, ids in drafts})
             self.trace.peak_blocks = max(self.trace.peak_blocks, self.num_blocks - 1 - self.free_blocks)
             return output
 
@@ -221,7 +228,13 @@ class EngineUnderTest:
             self.trace.preempted.append(_job_name(request.request_id))
             preempt(request, *args, **kwargs)
 
+        def watched_verification(*args: Any, **kwargs: Any) -> Any:
+            if kwargs["num_draft_tokens"]:
+                self.trace.accepted.append(kwargs["num_accepted_tokens"])
+            return count_accepted(*args, **kwargs)
+
         scheduler.schedule, scheduler._preempt_request = watched_schedule, watched_preempt
+        scheduler.make_spec_decoding_stats = watched_verification
 
 
 def poison(worker: Any) -> None:

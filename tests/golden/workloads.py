@@ -101,6 +101,11 @@ def _late() -> tuple[Job, ...]:
     return tuple(Job(ids, max_tokens=8, arrival=arrival, prompt_logprobs=False) for ids, arrival in twins)
 
 
+def _full() -> tuple[Job, ...]:
+    # As long as a request can get. At its end no drafts are made, for nobody.
+    return (Job(prompt(2020, 12), max_tokens=28), Job(prompt(100, 12), max_tokens=50, arrival=4))
+
+
 SMALL_POOL = {"num_gpu_blocks_override": 24, "max_model_len": 1024}
 WIDE_STEPS = {"max_num_batched_tokens": 2048}
 
@@ -112,6 +117,7 @@ WORKLOADS = {
     "prefix": Workload(_prefix()),
     "abort": Workload(_abort()),
     "churn": Workload(_churn()),
+    "full": Workload(_full()),
     "preempted": Workload(_preempted(), SMALL_POOL),
     "late": Workload(_late(), WIDE_STEPS),
 }
