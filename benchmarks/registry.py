@@ -10,6 +10,7 @@ from typing import Protocol, cast
 # Name -> module; imported only when asked for, so that one benchmark's needs aren't another's.
 BENCHMARKS = {
     "plan": "benchmarks.plan",
+    "policy": "benchmarks.policy",
     "serve": "benchmarks.serve",
 }
 

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from vllm_kvoffload.cli import size as sizing
+from vllm_kvoffload.cli import trace
 from vllm_kvoffload.config import ConfigError
 
 DEMO_MODULE = "vllm_kvoffload.demo.run"
@@ -19,6 +20,9 @@ DEMO_MODULE = "vllm_kvoffload.demo.run"
 app = typer.Typer(
     name="kvoffload", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
+
+
+app.add_typer(trace.app, name="trace")
 
 
 @app.callback()

@@ -1,0 +1,159 @@
+"""Synthetic indexers: streams of chosen ids with the hit rates that were published for real models.
+
+Real top-k traces are not public. A token's score here is a constant Gumbel variate (some tokens matter
+throughout), plus an AR(1) process (what matters drifts), plus white noise (the rest); the K best are chosen,
+and the most recent tokens always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_kvoffload.trace.format import Ids
+
+RECENT = 128  # tokens that every choice includes
+Scores: TypeAlias = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class ScoreModel:
+    """Parameters of the scores.
+
+    scale, rho: standard deviation and coefficient per token of the AR(1) process.
+    noise: standard deviation of the white noise.
+    span: tokens side by side that share constant and drift; 1: each its own.
+    shift_tokens: every so many tokens, ``shift_share`` of the constants are drawn anew; 0: never.
+    """
+
+    scale: float
+    rho: float
+    noise: float
+    span: int = 1
+    shift_tokens: int = 0
+    shift_share: float = 0.5
+
+
+# `hisparse` fits the figures published for GLM-5.1 on LongBench-V2 documents of 100K tokens, `cann` those for
+# GLM-5.2.
+HISPARSE = ScoreModel(scale=1.0, rho=0.85, noise=0.43)
+CANN = ScoreModel(scale=0.8, rho=0.85, noise=0.75)
+SCORE_MODELS = {"hisparse": HISPARSE, "cann": CANN}
+
+
+class ScoreProcess:
+    """The scores of ``length`` tokens as decoding goes on.
+
+    rng: decides everything.
+    length: tokens, including those decoded later.
+    """
+
+    def __init__(self, rng: np.random.Generator, length: int, model: ScoreModel) -> None:
+        self._rng = rng
+        self._length = length
+        self._model = model
+        self._innovation = np.float32(model.scale * np.sqrt(1 - model.rho * model.rho))
+        self._tokens = 0
+        spans = -(-length // model.span)
+        self.constant: Scores = rng.gumbel(size=spans).astype(np.float32)
+        self.drift: Scores = np.float32(model.scale) * rng.standard_normal(spans, dtype=np.float32)
+
+    def choose(self, length: int, topk: int) -> Ids:
+        """int32 [topk]: the best of the first ``length`` tokens and the last 128 of them, in no order.
+
+        Draws the white noise anew each time.
+        """
+        field = self.constant + self.drift
+        if self._model.span > 1:
+            field = np.repeat(field, self._model.span)[: self._length]
+        score = field + np.float32(self._model.noise) * self._rng.standard_normal(
+            self._length, dtype=np.float32
+        )
+        score[max(0, length - RECENT) : length] = np.inf
+        return np.argpartition(score[:length], length - topk)[length - topk :].astype(np.int32)
+
+    def advance(self) -> None:
+        """One token further."""
+        noise = self._rng.standard_normal(len(self.drift), dtype=np.float32)
+        self.drift = np.float32(self._model.rho) * self.drift + self._innovation * noise
+        self._tokens += 1
+        if self._model.shift_tokens and self._tokens % self._model.shift_tokens == 0:
+            count = int(len(self.constant) * self._model.shift_share)
+            moved = self._rng.permutation(len(self.constant))[:count]
+            self.constant[moved] = self._rng.gumbel(size=count).astype(np.float32)
+
+
+def scored_stream(
+    rng: np.random.Generator, steps: int, context: int, topk: int, model: ScoreModel = HISPARSE
+) -> Ids:
+    """int32 [steps, topk]: what one request chooses while its context grows by one token a step.
+
+    Args:
+        context: tokens before the first step; at least ``topk``.
+    """
+    process = ScoreProcess(rng, context + steps, model)
+    chosen = np.empty((steps, topk), dtype=np.int32)
+    for step in range(steps):
+        chosen[step] = process.choose(context + step + 1, topk)
+        process.advance()
+    return chosen
+
+
+@dataclass(frozen=True)
+class DraftedStep:
+    """A step of several query tokens. seq_len: tokens including them; topk: int32 [query_len, K]."""
+
+    seq_len: int
+    topk: Ids
+
+
+def drafted_stream(
+    rng: np.random.Generator,
+    steps: int,
+    context: int,
+    topk: int,
+    model: ScoreModel = HISPARSE,
+    *,
+    query_len: int = 4,
+    accept: float = 0.74,
+) -> Iterator[DraftedStep]:
+    """Steps of multi-token prediction: ``query_len`` query tokens, of which 1 or more are accepted.
+
+    A draft is accepted with probability ``accept`` if those before it were (0.74 with three drafts: 2.7
+    tokens a step on average); the others' positions are decoded again, with the same drift and new noise.
+    """
+    process = ScoreProcess(rng, context + steps * query_len, model)
+    stable = context
+    for _ in range(steps):
+        drifts = []
+        chosen = np.empty((query_len, topk), np.int32)
+        for token in range(query_len):
+            chosen[token] = process.choose(stable + token + 1, topk)
+            process.advance()
+            drifts.append(process.drift)
+        yield DraftedStep(stable + query_len, chosen)
+        accepted = 1
+        while accepted < query_len and rng.random() < accept:
+            accepted += 1
+        process.drift = drifts[accepted - 1]
+        stable += accepted
+
+
+def stream_steps(
+    rng: np.random.Generator,
+    steps: int,
+    context: int,
+    topk: int,
+    model: ScoreModel,
+    query_len: int = 1,
+) -> Iterator[DraftedStep]:
+    """One request's steps: :func:`scored_stream` for one query token a step, else :func:`drafted_stream`."""
+    if query_len > 1:
+        yield from drafted_stream(rng, steps, context, topk, model, query_len=query_len)
+        return
+    for step, ids in enumerate(scored_stream(rng, steps, context, topk, model)):
+        yield DraftedStep(context + step + 1, ids[None])

@@ -1,0 +1,65 @@
+"""Hit ratio against pool size, as a PNG: one panel per trace, one line per policy. Needs matplotlib."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_kvoffload.trace.simulator import Result
+
+EXTRA = "plots"
+COLUMNS = 3
+# The product's policies in full lines, the references' broken: colours are told apart by few people at 13.
+MARKERS = "osv^Dx+"
+
+
+class MissingMatplotlib(Exception):
+    """matplotlib is not installed."""
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """Draws all results into a PNG file. Raises MissingMatplotlib, OSError; ValueError without results."""
+    if not results:
+        raise ValueError("no results to plot")
+    try:
+        # The Figure's own canvas: pyplot would look for a display, and keep the figure.
+        figure_module = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise MissingMatplotlib(
+            f"matplotlib is not installed; install the extra: pip install 'vllm-kvoffload[{EXTRA}]'"
+        ) from error
+    traces = list(dict.fromkeys(result.trace for result in results))
+    columns = min(COLUMNS, len(traces))
+    rows = math.ceil(len(traces) / columns)
+    figure = figure_module.Figure(figsize=(5 * columns, 3.8 * rows + 1.2), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axis, trace in zip(axes, traces, strict=False):
+        _panel(axis, trace, [result for result in results if result.trace == trace])
+    for axis in axes[len(traces) :]:
+        axis.set_visible(False)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _panel(axis: Any, trace: str, results: Sequence[Result]) -> None:
+    pools = sorted({result.slots for result in results if result.slots})
+    for number, policy in enumerate(dict.fromkeys(result.policy for result in results)):
+        own = sorted((r for r in results if r.policy == policy), key=lambda result: result.slots)
+        if own[0].slots:
+            style = "-" if "/" in policy else "--"
+            marker = MARKERS[number % len(MARKERS)]
+            sizes = [result.slots for result in own]
+            axis.plot(sizes, [r.hit_percent for r in own], style, marker=marker, markersize=4, label=policy)
+        else:
+            axis.axhline(own[0].hit_percent, color="grey", linestyle=":", label=policy)
+    axis.set_title(trace)
+    axis.set_xlabel("slots of a request")
+    axis.set_ylabel("hits, % of distinct old ids")
+    if pools:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(pools, [f"{slots // 1024}K" if slots % 1024 == 0 else str(slots) for slots in pools])
+    axis.grid(alpha=0.3)

@@ -1,0 +1,159 @@
+"""Records a trace in a running engine: a copy on the engine's thread, everything else on one of its own."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.trace.format import Ids, TraceHeader
+from vllm_kvoffload.trace.writer import TraceWriter
+
+if TYPE_CHECKING:
+    import torch
+
+logger = get_logger(__name__)
+
+QUEUE_BYTES = 64 << 20
+CLOSE_TIMEOUT_S = 60.0
+
+
+@dataclass
+class _Call:
+    group: int
+    step: int
+    topk: Ids
+    starts: Ids
+    seq_lens: Ids
+    request_ids: tuple[str, ...]
+
+
+class TraceRecorder:
+    """Writes what an engine's indexers choose into one file, without ever making the engine wait.
+
+    At most ``queue_bytes`` of copies wait for the writing thread; a call beyond is dropped, counted in the
+    file and logged. A failed write (a full disk) ends the recording with one log line, never the engine. What
+    was written survives a killed process, as far as the operating system got it; the thread hands it over
+    whenever it has nothing else to write.
+    """
+
+    def __init__(self, writer: TraceWriter, queue_bytes: int = QUEUE_BYTES) -> None:
+        self._writer = writer
+        self._queue_bytes = queue_bytes
+        self._queue: SimpleQueue[_Call | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._waiting_bytes = 0
+        self._dropped = 0
+        self._steps: dict[int, int] = {}
+        self._closed = False
+        self._failed = False
+        self._thread = threading.Thread(target=self._run, name="kvoffload-trace", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    @classmethod
+    def open(cls, path: str | Path, header: TraceHeader, *, queue_bytes: int = QUEUE_BYTES) -> TraceRecorder:
+        """A recorder into a new file. Raises TraceError when it exists already or can't be made."""
+        recorder = cls(TraceWriter(path, header), queue_bytes)
+        logger.info("Recording the indexers' choices in %s", path)
+        return recorder
+
+    @property
+    def dropped(self) -> int:
+        """Calls not recorded so far."""
+        return self._dropped
+
+    def record(
+        self,
+        group: int,
+        topk: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        request_ids: Sequence[str],
+    ) -> None:
+        """One step's choices of one index group; to be called by one thread at a time. Copies its arguments.
+
+        Args:
+            group: index group.
+            topk: int32 [at least T, K] in host memory, ids each query token chose, below 0: padding. Tokens
+                from ``query_start_loc[N]`` on are padding too.
+            query_start_loc: int32 [N + 1] in host memory, from 0.
+            seq_lens: int32 [N] in host memory, tokens including this step's.
+            request_ids: [N], unique.
+        """
+        if self._closed:
+            return
+        step = self._steps.get(group, 0)
+        self._steps[group] = step + 1
+        starts = query_start_loc.numpy()
+        chosen = topk.numpy()[: int(starts[-1])]
+        with self._lock:
+            if self._failed or self._waiting_bytes + chosen.nbytes > self._queue_bytes:
+                self._dropped += 1
+                return
+            self._waiting_bytes += chosen.nbytes
+        lengths = seq_lens.numpy().copy()
+        self._queue.put(_Call(group, step, chosen.copy(), starts.copy(), lengths, tuple(request_ids)))
+
+    def close(self) -> None:
+        """Writes what is waiting and ends the file. Does nothing the second time; never raises."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._queue.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning("The trace %s is not complete: its disk takes no data", self._writer.path)
+
+    # ------------------------------------------------------------------------------------ the writing thread
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            if not self._failed:
+                try:
+                    self._write(call)
+                except Exception as error:
+                    self._fail(error)
+            with self._lock:
+                self._waiting_bytes -= call.topk.nbytes
+        try:
+            self._note_drops()
+            self._writer.close()
+        except Exception as error:
+            self._fail(error)
+            return
+        if not self._failed:
+            logger.info(
+                "Trace %s: %d steps recorded, %d dropped",
+                self._writer.path,
+                self._writer.steps,
+                self._writer.dropped,
+            )
+
+    def _write(self, call: _Call) -> None:
+        self._note_drops()
+        self._writer.write(call.group, call.step, call.topk, call.starts, call.seq_lens, call.request_ids)
+        if self._queue.empty():
+            self._writer.flush()
+
+    def _note_drops(self) -> None:
+        count = self._dropped - self._writer.dropped
+        if count and not self._failed:
+            if not self._writer.dropped:
+                logger.warning(
+                    "The trace %s has gaps: its writer can't keep up with the engine", self._writer.path
+                )
+            self._writer.write_dropped(count)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._failed:
+            logger.error(
+                "Recording in %s ended after %d steps: %s", self._writer.path, self._writer.steps, error
+            )
+        self._failed = True

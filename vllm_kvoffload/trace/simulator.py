@@ -1,0 +1,152 @@
+"""Hit ratios of the real plan and of reference policies on a trace's requests.
+
+Counted are the distinct old ids of each step (see :class:`~vllm_kvoffload.trace.streams.StreamStep`): a miss
+is one row fetched from host memory per layer, a hit is one that needn't be. Every request begins with an
+empty pool, as it does after its prefill elsewhere; its first steps count unless ``warm_up`` leaves them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from vllm_kvoffload.trace.policies import REFERENCES, Misses, reference_misses
+from vllm_kvoffload.trace.streams import Stream
+
+POOLS = (4096, 8192, 16384)
+UNSIZED = ("previous",)  # policies that have no pool
+
+
+@dataclass(frozen=True)
+class PlanPolicy:
+    """A policy of the product's plan. policy: fifo, clock or rrip; ways: 16 or 32."""
+
+    policy: str
+    ways: int = 16
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy}/{self.ways}"
+
+
+PolicyChoice: TypeAlias = PlanPolicy | str  # a string names one of policies.REFERENCES
+PLANS = tuple(PlanPolicy(policy, ways) for ways in (16, 32) for policy in ("fifo", "clock", "rrip"))
+ALL_POLICIES: tuple[PolicyChoice, ...] = (*PLANS, *REFERENCES)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one policy at one pool size on all requests of a trace.
+
+    slots: P; 0 for a policy without a size.
+    steps: request steps counted.
+    old_ids: distinct old ids they asked for.
+    """
+
+    trace: str
+    policy: str
+    slots: int
+    steps: int
+    old_ids: int
+    misses: int
+
+    @property
+    def hit_percent(self) -> float:
+        """100 when nothing was asked for."""
+        return 100 * (1 - self.misses / self.old_ids) if self.old_ids else 100.0
+
+    @property
+    def miss_percent(self) -> float:
+        return 100 - self.hit_percent
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"hit_percent": round(self.hit_percent, 4)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Result:
+        """The inverse of :meth:`as_json`. Raises KeyError when a field lacks."""
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+
+
+def parse_policy(name: str) -> PolicyChoice:
+    """``rrip/16``, or a reference policy's name. Raises ValueError for any other."""
+    for choice in ALL_POLICIES:
+        if name == policy_name(choice):
+            return choice
+    raise ValueError(f"no policy {name!r}; there are {', '.join(map(policy_name, ALL_POLICIES))}")
+
+
+def policy_name(choice: PolicyChoice) -> str:
+    return choice if isinstance(choice, str) else choice.name
+
+
+def fits(choice: PolicyChoice, slots: int, streams: Iterable[Stream], topk: int) -> bool:
+    """Whether the pool holds any step whatever (I-4), which the product's own start-up check wants too."""
+    if choice in UNSIZED:
+        return True
+    sets = slots // choice.ways if isinstance(choice, PlanPolicy) else slots // 16
+    whole = sets > 0 and sets & (sets - 1) == 0
+    return whole and all(slots >= stream.max_query_len * topk for stream in streams)
+
+
+def plan_misses(choice: PlanPolicy, stream: Stream, slots: int, topk: int) -> Misses:
+    """Misses of each step of the compiled plan, int64 [steps]."""
+    import torch
+
+    from vllm_kvoffload import ops
+
+    policy = next(known for known in ops.POLICIES if known == choice.policy)
+    residency = ops.Residency.allocate(1, slots, ways=choice.ways, policy=policy)
+    query_len = stream.max_query_len
+    out = ops.PlanOut(query_len, 1, topk, query_len)
+    workspace = ops.Workspace()
+    ids = torch.empty((query_len, topk), dtype=torch.int32)
+    starts = torch.zeros(2, dtype=torch.int32)
+    lengths, rows = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    misses = np.empty(len(stream.steps), np.int64)
+    for index, step in enumerate(stream.steps):
+        ids.fill_(-1)
+        for token, chosen in enumerate(step.tokens):
+            ids.numpy()[token, : len(chosen)] = chosen
+        starts[1] = len(step.tokens)
+        lengths[0] = step.seq_len
+        ops.dsa_plan(ids[: len(step.tokens)], starts, lengths, rows, residency, out, workspace)
+        misses[index] = int(out.miss_counts[0])
+    return misses
+
+
+def simulate(
+    trace: str,
+    streams: Sequence[Stream],
+    topk: int,
+    *,
+    policies: Sequence[PolicyChoice] = ALL_POLICIES,
+    pools: Sequence[int] = POOLS,
+    warm_up: int = 0,
+) -> Iterator[Result]:
+    """All policies at all sizes, except where a pool can't hold a step.
+
+    Args:
+        trace: its name, for the results.
+        streams: its requests.
+        topk: K of the trace.
+        warm_up: steps of each request that don't count.
+    """
+    counted = [stream.steps[warm_up:] for stream in streams]
+    steps = sum(map(len, counted))
+    old_ids = sum(len(step.old) for steps_of_one in counted for step in steps_of_one)
+    for choice in policies:
+        for slots in (0,) if choice in UNSIZED else pools:
+            if not fits(choice, slots, streams, topk):
+                continue
+            misses = 0
+            for stream in streams:
+                if isinstance(choice, str):
+                    found = reference_misses(choice, stream, slots)
+                else:
+                    found = plan_misses(choice, stream, slots, topk)
+                misses += int(found[warm_up:].sum())
+            yield Result(trace, policy_name(choice), slots, steps, old_ids, misses)

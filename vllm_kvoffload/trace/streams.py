@@ -1,0 +1,101 @@
+"""What a policy sees of a trace: each request's distinct ids, step by step, in each index group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_kvoffload.trace.format import Ids
+from vllm_kvoffload.trace.generator import DraftedStep
+from vllm_kvoffload.trace.reader import TraceStep
+
+
+@dataclass(frozen=True)
+class StreamStep:
+    """One request's step in one index group.
+
+    stable: tokens that were there before the step (I-2).
+    tokens: of each query token its ids, ascending.
+    old: the distinct ids below ``stable`` of all query tokens, by first occurrence: each is a hit or a miss.
+    new: the other distinct ids, up to the last query token's own position. The step makes their rows itself,
+        so they are neither.
+    """
+
+    stable: int
+    tokens: tuple[Ids, ...]
+    old: Ids
+    new: Ids
+
+    @property
+    def seq_len(self) -> int:
+        return self.stable + len(self.tokens)
+
+
+@dataclass
+class Stream:
+    """One request in one index group.
+
+    cut: the trace lost some of its steps; the stream ends before them.
+    """
+
+    group: int
+    name: str
+    steps: list[StreamStep] = field(default_factory=list)
+    cut: bool = False
+
+    @property
+    def length(self) -> int:
+        """Ids are below this."""
+        return max((step.seq_len for step in self.steps), default=0)
+
+    @property
+    def max_query_len(self) -> int:
+        return max((len(step.tokens) for step in self.steps), default=0)
+
+    @property
+    def width(self) -> int:
+        """Ids of a query token at most."""
+        return max((len(ids) for step in self.steps for ids in step.tokens), default=0)
+
+    def append(self, seq_len: int, tokens: tuple[Ids, ...]) -> None:
+        """The next step. Ignored behind a gap: what a pool held there is not known."""
+        stable = seq_len - len(tokens)
+        if self.steps and stable > self.steps[-1].seq_len:
+            self.cut = True
+        if self.cut or not tokens:
+            return
+        old, new = _distinct(tokens, stable)
+        self.steps.append(StreamStep(stable, tokens, old, new))
+
+
+def _distinct(tokens: tuple[Ids, ...], stable: int) -> tuple[Ids, Ids]:
+    """Distinct valid ids by first occurrence: below ``stable``, and the others."""
+    valid = [ids[: np.searchsorted(ids, stable + t + 1)] for t, ids in enumerate(tokens)]
+    ids = valid[0]
+    if len(valid) > 1:
+        chained = np.concatenate(valid)
+        _, first = np.unique(chained, return_index=True)
+        ids = chained[np.sort(first)]
+    old = ids < stable
+    return ids[old], ids[~old]
+
+
+def streams_of_trace(steps: Iterable[TraceStep]) -> list[Stream]:
+    """All requests of a trace in all its index groups, in order of first appearance."""
+    found: dict[tuple[int, str], Stream] = {}
+    for step in steps:
+        for request in step.requests:
+            key = (step.group, request.name)
+            stream = found.setdefault(key, Stream(*key))
+            stream.append(request.seq_len, request.ids)
+    return list(found.values())
+
+
+def stream_of(name: str, steps: Iterable[DraftedStep], group: int = 0) -> Stream:
+    """A generated request."""
+    stream = Stream(group, name)
+    for step in steps:
+        stream.append(step.seq_len, tuple(np.sort(step.topk, axis=1)))
+    return stream
