@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 WORKER = "vllm_kvoffload.platforms.cpu.worker.KVOffloadCPUWorker"
+DRAFT_METHODS = ("mtp", "ngram")  # those whose drafts need no KV cache that the offload doesn't know
 SPARSE_BACKEND = "vllm_kvoffload.platforms.cpu.attention.CPUSparseMLABackend"
 
 
@@ -93,8 +94,14 @@ def share_index(vllm_config: VllmConfig) -> None:
 
 def model_geometry(vllm_config: VllmConfig) -> KVGeometry:
     """Geometry of the served model in this platform's cache layout."""
-    model_config = vllm_config.model_config
-    return KVGeometry.from_hf_config(model_config.hf_text_config, layout="cpu", dtype=model_config.dtype)
+    model_config, speculative = vllm_config.model_config, vllm_config.speculative_config
+    return KVGeometry.from_hf_config(
+        model_config.hf_text_config,
+        layout="cpu",
+        dtype=model_config.dtype,
+        num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
+        mtp=speculative is not None and speculative.method == "mtp",
+    )
 
 
 def check_offload(vllm_config: VllmConfig, index_topk: int | None) -> None:
@@ -137,14 +144,11 @@ def check_not_available_yet(vllm_config: VllmConfig) -> None:
     Raises:
         ConfigError: naming the option.
     """
-    if vllm_config.speculative_config is not None:
-        rule = "speculative decoding is not available with the offload yet"
-        raise ConfigError(
-            "speculative_config",
-            vllm_config.speculative_config.method,
-            rule,
-            "leave --speculative-config out",
-        )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in DRAFT_METHODS:
+        rule = f"with the offload, drafts come from {' or '.join(DRAFT_METHODS)}"
+        fix = 'use {"method": "mtp", ...}, or leave --speculative-config out'
+        raise ConfigError("speculative_config.method", speculative.method, rule, fix)
     if vllm_config.kv_transfer_config is not None:
         rule = "KV transfer is not available with the offload yet"
         connector = vllm_config.kv_transfer_config.kv_connector

@@ -11,14 +11,17 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.utils import bind_kv_cache, clear_layer_kv_caches
 
 from vllm_kvoffload.platforms.cpu.attention import CPUSparseMLAImpl
+from vllm_kvoffload.platforms.cpu.drafter import KVOffloadProposer
 from vllm_kvoffload.platforms.cpu.indexer import CPUIndexerCache
 from vllm_kvoffload.platforms.cpu.metadata import SparseMetadata
 from vllm_kvoffload.platforms.cpu.offload import CPUOffload, offload_config
 from vllm_kvoffload.sparse.paged import PagedKV
+from vllm_kvoffload.sparse.step import StepBatch
 
 
 class KVOffloadCPUModelRunner(CPUModelRunner):
@@ -29,6 +32,12 @@ class KVOffloadCPUModelRunner(CPUModelRunner):
     """
 
     offload: CPUOffload | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._proposer: KVOffloadProposer | None = None
+        if isinstance(getattr(self, "drafter", None), EagleProposer):
+            self.drafter = self._proposer = KVOffloadProposer(self.vllm_config, self.device, self)
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
@@ -60,6 +69,8 @@ class KVOffloadCPUModelRunner(CPUModelRunner):
         self, offload: CPUOffload, kv_cache_config: KVCacheConfig
     ) -> dict[str, torch.Tensor]:
         self.offload = offload
+        if self._proposer is not None:
+            self._proposer.before_pass = self._begin_draft
         context = self.compilation_config.static_forward_context
         dtype, num_blocks = self.model_config.dtype, kv_cache_config.num_blocks
         assert isinstance(dtype, torch.dtype)
@@ -101,8 +112,18 @@ class KVOffloadCPUModelRunner(CPUModelRunner):
             self.offload.manager.begin_step(metadata.batch.named(self.input_batch.req_ids[:num_reqs]))
         return built
 
+    def _begin_draft(self, index: int, batch: StepBatch) -> None:
+        assert self.offload is not None
+        self.offload.manager.begin_draft(batch.named(self.input_batch.req_ids[: batch.num_requests]), index)
+
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         output = super().execute_model(*args, **kwargs)
+        if self.offload is not None:
+            self.offload.publish()
+        return output
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # vLLM decorates it
+        output = super().sample_tokens(*args, **kwargs)  # drafts, too
         if self.offload is not None:
             self.offload.publish()
         return output
@@ -116,6 +137,8 @@ class KVOffloadCPUModelRunner(CPUModelRunner):
         for layer in layers:
             if isinstance(getattr(layer, "impl", None), CPUSparseMLAImpl):
                 layer.impl.kv = None
+        if self._proposer is not None:
+            self._proposer.before_pass = None
         if offload is not None:
             offload.close()
 
