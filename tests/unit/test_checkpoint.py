@@ -40,6 +40,17 @@ def tokenizer(tiny):
         ({"num_dense_layers": 7}, "num_dense_layers"),
         ({"qk_rope_head_dim": 33}, "qk_rope_head_dim"),
         ({"qk_rope_head_dim": 128}, "qk_rope_head_dim"),
+        ({"num_mtp_layers": -1}, "num_mtp_layers"),
+        ({"mtp_index_share": True}, "mtp_index_share"),
+        (
+            {
+                "model_type": "deepseek_v32",
+                "layer_pattern": "FF",
+                "num_mtp_layers": 1,
+                "mtp_index_share": True,
+            },
+            "mtp_index_share",
+        ),
     ],
 )
 def test_impossible_specs_are_refused(change, name):
@@ -258,3 +269,30 @@ def test_mean_direction_is_invisible_to_the_logits():
     head = np.asarray(state["lm_head.weight"].double())
     assert np.abs(head[text.RESERVED :] @ mean).max() < 1e-4
     assert (head[: text.RESERVED] @ mean < -1).all()
+
+
+def test_mtp_layers_come_on_top():
+    plain, spec = TINY, dataclasses.replace(TINY, num_mtp_layers=2)
+    few, more = weights.random_weights(plain), weights.random_weights(spec)
+    extra = {name.split(".")[2] for name in more if name not in few}
+    assert extra == {"4", "5"}
+    parts = {name.removeprefix("model.layers.5.") for name in more if name.startswith("model.layers.5.")}
+    layer = {name.removeprefix("model.layers.1.") for name in few if name.startswith("model.layers.1.")}
+    own = {"enorm", "hnorm", "eh_proj", "embed_tokens", "shared_head.norm", "shared_head.head"}
+    assert parts == layer | {f"{part}.weight" for part in own}
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.self_attn.o_proj.weight"):
+        assert few[name].shape == more[name].shape
+    assert few["model.layers.0.self_attn.o_proj.weight"].equal(more["model.layers.0.self_attn.o_proj.weight"])
+    assert (
+        more["model.layers.1.self_attn.o_proj.weight"].std()
+        < 0.5 * few["model.layers.1.self_attn.o_proj.weight"].std()
+    )
+
+
+def test_config_tells_of_mtp_layers():
+    assert model_config(TINY)["num_nextn_predict_layers"] == 0
+    assert "index_share_for_mtp_iteration" not in model_config(TINY)
+    glm, deepseek = model_config(MODELS["glm-tiny-mtp"]), model_config(MODELS["dsv32-tiny-mtp"])
+    assert (glm["num_nextn_predict_layers"], glm["index_share_for_mtp_iteration"]) == (1, True)
+    assert (deepseek["num_nextn_predict_layers"], deepseek["index_share_for_mtp_iteration"]) == (1, False)
+    assert len(glm["indexer_types"]) == glm["num_hidden_layers"] == 4
