@@ -1,0 +1,188 @@
+// DataCopy and DataCopyPad.
+#pragma once
+
+#include "tensor.h"
+
+namespace AscendC {
+
+namespace detail {
+
+inline constexpr uint32_t kMaxBlockCount = 4095;
+inline constexpr uint32_t kMaxPadBlockBytes = 2097151;  // 2^21 - 1
+
+// `rows` ranges of `bytes`, as the copy engine moves them.
+struct Rows {
+  uint32_t rows;
+  uint64_t bytes;
+  uint64_t from_stride;
+  uint64_t to_stride;
+};
+
+inline ::acpu::Access with_rows(::acpu::Access access, uint32_t rows, uint64_t bytes, uint64_t stride) {
+  access.rows = rows;
+  access.bytes = bytes;
+  access.stride = stride;
+  return access;
+}
+
+// Addresses of the unified buffer are resolved when the copy takes effect.
+inline uint8_t* memory_of(const ::acpu::Access& access) {
+  return access.global ? reinterpret_cast<uint8_t*>(access.address) : ub() + access.address;
+}
+
+inline void copy_rows(::acpu::Pipe pipe, ::acpu::SiteId site, const ::acpu::Access& dst, const ::acpu::Access& src,
+                      const Rows& shape) {
+  const auto to = with_rows(dst, shape.rows, shape.bytes, shape.to_stride);
+  const auto from = with_rows(src, shape.rows, shape.bytes, shape.from_stride);
+  core().issue(pipe, site, {to, from}, [to, from, shape] {
+    for (uint32_t row = 0; row < shape.rows; ++row) {
+      std::memmove(memory_of(to) + row * shape.to_stride, memory_of(from) + row * shape.from_stride, shape.bytes);
+    }
+  });
+}
+
+inline Rows block_rows(::acpu::SiteId site, const DataCopyParams& params) {
+  using ::acpu::Kind;
+  need(params.blockCount >= 1 && params.blockCount <= kMaxBlockCount, Kind::kLimit, site, "blockCount is outside 1..4095");
+  need(params.blockLen >= 1, Kind::kLimit, site, "blockLen is 0");
+  const uint64_t bytes = uint64_t{params.blockLen} * 32;
+  return {params.blockCount, bytes, bytes + uint64_t{params.srcStride} * 32, bytes + uint64_t{params.dstStride} * 32};
+}
+
+template <typename T>
+Rows count_rows(::acpu::SiteId site, uint64_t count) {
+  const uint64_t bytes = count * sizeof(T);
+  need(count > 0, ::acpu::Kind::kLimit, site, "count is 0");
+  need(bytes % 32 == 0, ::acpu::Kind::kAlignment, site, "moves a number of bytes that is not a multiple of 32");
+  return {1, bytes, 0, 0};
+}
+
+}  // namespace detail
+
+// `count` elements; a multiple of 32 bytes.
+template <typename T>
+void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, uint32_t count, const Loc& loc = Loc::current()) {
+  const ::acpu::SiteId site = detail::core().site("DataCopy", loc);
+  detail::need_aligned(site, "dst", dst);
+  detail::copy_rows(::acpu::Pipe::kMte2, site, detail::ub_access("dst", true, dst, 0),
+                    detail::gm_access("src", false, src, 0), detail::count_rows<T>(site, count));
+}
+
+template <typename T>
+void DataCopy(const GlobalTensor<T>& dst, const LocalTensor<T>& src, uint32_t count, const Loc& loc = Loc::current()) {
+  const ::acpu::SiteId site = detail::core().site("DataCopy", loc);
+  detail::need_aligned(site, "src", src);
+  detail::copy_rows(::acpu::Pipe::kMte3, site, detail::gm_access("dst", true, dst, 0),
+                    detail::ub_access("src", false, src, 0), detail::count_rows<T>(site, count));
+}
+
+template <typename T>
+void DataCopy(const LocalTensor<T>& dst, const LocalTensor<T>& src, uint32_t count, const Loc& loc = Loc::current()) {
+  const ::acpu::SiteId site = detail::core().site("DataCopy", loc);
+  detail::need_aligned(site, "dst", dst);
+  detail::need_aligned(site, "src", src);
+  detail::copy_rows(::acpu::Pipe::kV, site, detail::ub_access("dst", true, dst, 0),
+                    detail::ub_access("src", false, src, 0), detail::count_rows<T>(site, count));
+}
+
+template <typename T>
+void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyParams& params,
+              const Loc& loc = Loc::current()) {
+  const ::acpu::SiteId site = detail::core().site("DataCopy", loc);
+  detail::need_aligned(site, "dst", dst);
+  detail::copy_rows(::acpu::Pipe::kMte2, site, detail::ub_access("dst", true, dst, 0),
+                    detail::gm_access("src", false, src, 0), detail::block_rows(site, params));
+}
+
+template <typename T>
+void DataCopy(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyParams& params,
+              const Loc& loc = Loc::current()) {
+  const ::acpu::SiteId site = detail::core().site("DataCopy", loc);
+  detail::need_aligned(site, "src", src);
+  detail::copy_rows(::acpu::Pipe::kMte3, site, detail::gm_access("dst", true, dst, 0),
+                    detail::ub_access("src", false, src, 0), detail::block_rows(site, params));
+}
+
+template <typename T>
+void DataCopy(const LocalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyParams& params,
+              const Loc& loc = Loc::current()) {
+  const ::acpu::SiteId site = detail::core().site("DataCopy", loc);
+  detail::need_aligned(site, "dst", dst);
+  detail::need_aligned(site, "src", src);
+  detail::copy_rows(::acpu::Pipe::kV, site, detail::ub_access("dst", true, dst, 0),
+                    detail::ub_access("src", false, src, 0), detail::block_rows(site, params));
+}
+
+// Blocks of any number of bytes. In the unified buffer each block starts on 32 bytes; what fills it up to the next 32
+// bytes is paddingValue where asked for, and unspecified otherwise.
+template <typename T>
+void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyExtParams& params,
+                 const DataCopyPadExtParams<T>& pad, const Loc& loc = Loc::current()) {
+  using ::acpu::Kind;
+  const ::acpu::SiteId site = detail::core().site("DataCopyPad", loc);
+  detail::need_aligned(site, "dst", dst);
+  detail::need(params.blockCount >= 1 && params.blockCount <= detail::kMaxBlockCount, Kind::kLimit, site,
+               "blockCount is outside 1..4095");
+  detail::need(params.blockLen >= 1 && params.blockLen <= detail::kMaxPadBlockBytes, Kind::kLimit, site,
+               "blockLen is outside 1..2097151");
+  detail::need(params.blockLen % sizeof(T) == 0, Kind::kAlignment, site, "blockLen is not a multiple of the element");
+  const uint32_t left = pad.isPad ? pad.leftPadding * sizeof(T) : 0;
+  const uint32_t right = pad.isPad ? pad.rightPadding * sizeof(T) : 0;
+  detail::need(left <= 32 && right <= 32, Kind::kLimit, site, "a padding of more than 32 bytes");
+  const uint64_t row_bytes = AlignUp<uint64_t>(uint64_t{left} + params.blockLen + right, 32);
+  const uint64_t to_stride = row_bytes + uint64_t{params.dstStride} * 32;
+  const uint64_t from_stride = uint64_t{params.blockLen} + params.srcStride;
+  const auto to = detail::ub_access("dst", true, dst, row_bytes, params.blockCount, to_stride);
+  const auto from = detail::gm_access("src", false, src, params.blockLen, params.blockCount, from_stride);
+  auto unspecified = to;  // the bytes behind block and padding hold nothing a kernel may rely on
+  unspecified.address += left + params.blockLen + right;
+  unspecified.bytes = row_bytes - (left + params.blockLen + right);
+  detail::core().issue(::acpu::Pipe::kMte2, site, {to, from}, [=] {
+    for (uint32_t row = 0; row < to.rows; ++row) {
+      uint8_t* block = detail::memory_of(to) + row * to_stride;
+      for (uint32_t at = 0; at < left; at += sizeof(T)) std::memcpy(block + at, &pad.paddingValue, sizeof(T));
+      std::memcpy(block + left, detail::memory_of(from) + row * from_stride, params.blockLen);
+      for (uint32_t at = 0; at < right; at += sizeof(T)) {
+        std::memcpy(block + left + params.blockLen + at, &pad.paddingValue, sizeof(T));
+      }
+      std::memset(block + left + params.blockLen + right, ::acpu::kPoison, unspecified.bytes);
+    }
+  });
+  detail::core().forget(unspecified);
+}
+
+template <typename T>
+void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyParams& params,
+                 const DataCopyPadParams& pad, const Loc& loc = Loc::current()) {
+  T value;
+  std::memcpy(&value, &pad.paddingValue, sizeof value);
+  DataCopyPad(dst, src, DataCopyExtParams(params.blockCount, params.blockLen, params.srcStride, params.dstStride, 0),
+              DataCopyPadExtParams<T>(pad.isPad, pad.leftPadding, pad.rightPadding, value), loc);
+}
+
+template <typename T>
+void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyExtParams& params,
+                 const Loc& loc = Loc::current()) {
+  using ::acpu::Kind;
+  const ::acpu::SiteId site = detail::core().site("DataCopyPad", loc);
+  detail::need_aligned(site, "src", src);
+  detail::need(params.blockCount >= 1 && params.blockCount <= detail::kMaxBlockCount, Kind::kLimit, site,
+               "blockCount is outside 1..4095");
+  detail::need(params.blockLen >= 1 && params.blockLen <= detail::kMaxPadBlockBytes, Kind::kLimit, site,
+               "blockLen is outside 1..2097151");
+  detail::need(params.blockLen % sizeof(T) == 0, Kind::kAlignment, site, "blockLen is not a multiple of the element");
+  const detail::Rows shape{params.blockCount, params.blockLen,
+                           AlignUp<uint64_t>(params.blockLen, 32) + uint64_t{params.srcStride} * 32,
+                           uint64_t{params.blockLen} + params.dstStride};
+  detail::copy_rows(::acpu::Pipe::kMte3, site, detail::gm_access("dst", true, dst, 0),
+                    detail::ub_access("src", false, src, 0), shape);
+}
+
+template <typename T>
+void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyParams& params,
+                 const Loc& loc = Loc::current()) {
+  DataCopyPad(dst, src, DataCopyExtParams(params.blockCount, params.blockLen, params.srcStride, params.dstStride, 0),
+              loc);
+}
+
+}  // namespace AscendC
