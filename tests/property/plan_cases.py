@@ -14,7 +14,16 @@ INT32 = np.iinfo(np.int32)
 MAX_QUERY_LEN = 4
 KINDS = ("uniform", "recent", "one_set", "duplicates", "holes", "future", "extremes", "previous")
 STATE = ("tags", "ages", "hands", "high")
-OUTPUT = ("slots", "new_slots", "miss_ids", "miss_slots", "miss_counts", "stats")
+OUTPUT = (
+    "slots",
+    "new_slots",
+    "miss_ids",
+    "miss_slots",
+    "miss_counts",
+    "stats",
+    "kinds",
+    "miss_positions",
+)
 
 
 @dataclass(frozen=True)
@@ -36,9 +45,12 @@ class Shape:
     def residency(self) -> ops.Residency:
         return ops.Residency.allocate(self.num_rows, self.slots_per_row, self.ways, self.policy)
 
-    def plan_out(self) -> ops.PlanOut:
-        tokens = (self.num_rows + 1) * MAX_QUERY_LEN + 3
-        return ops.PlanOut(tokens, self.num_rows + 1, self.topk, self.max_query_len)
+    @property
+    def max_tokens(self) -> int:
+        return (self.num_rows + 1) * MAX_QUERY_LEN + 3
+
+    def plan_out(self, *, compact: bool = False) -> ops.PlanOut:
+        return ops.PlanOut(self.max_tokens, self.num_rows + 1, self.topk, self.max_query_len, compact=compact)
 
 
 @dataclass(frozen=True)

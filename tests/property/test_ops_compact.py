@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from plan_cases import Step
 
 from vllm_kvoffload import ops
@@ -13,8 +17,6 @@ from vllm_kvoffload.ops import Kind, oracle
 
 IMPLEMENTATIONS = pytest.mark.parametrize("impl", [oracle, ops], ids=["oracle", "native"])
 ROW_BYTES = 8
-BLOCK_SIZE = 16
-BLOCKS_PER_ROW = 64
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -106,3 +108,52 @@ def test_serve_and_install_by_hand(impl: ModuleType) -> None:
     copied = impl.dsa_install(selection, starts, rows, positions, slots, int32(2, 3, 1), hot)
     assert copied == 3 * ROW_BYTES
     assert numbers(hot) == [200, 201, 202, 103, 301, 205, 105, 207]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    row_bytes=st.sampled_from([1, 7, 656, 1152]),
+    block_size=st.sampled_from([1, 3, 16]),
+    lengths=st.lists(st.integers(0, 4), max_size=4),
+    padding=st.integers(0, 2),
+)
+def test_equals_oracle(seed: int, row_bytes: int, block_size: int, lengths: list[int], padding: int) -> None:
+    """Kinds that no plan wrote: any mix, also where there is no request, in buffers longer than the step."""
+    rng = np.random.default_rng(seed)
+    blocks, width, slots, table_width = 9, 7, 20, 5
+    starts = np.cumsum([0, *lengths]).astype(np.int32)
+    tokens, requests = int(starts[-1]) + padding, len(lengths)
+
+    def random_bytes(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.integers(0, 256, shape, dtype=np.uint8))
+
+    def random_ints(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.integers(low, high, shape, dtype=np.int32))
+
+    host, hot = random_bytes(blocks, block_size, row_bytes), random_bytes(6, slots, row_bytes)
+    rows = torch.from_numpy(rng.permutation(np.arange(-1, 6, dtype=np.int32))[:requests].copy())
+    query_lens = np.asarray(lengths, dtype=np.int32)
+    seq_lens = torch.from_numpy(rng.integers(0, 50, requests).astype(np.int32) + query_lens)
+    kinds = torch.from_numpy(rng.integers(0, 6, (tokens + 2, width, 2)).astype(np.int32))
+    index = kinds[:, :, 1]
+    index[kinds[:, :, 0] == Kind.POOL_HIT] = 13
+    index[kinds[:, :, 0] == Kind.OLD_MISS] = table_width * block_size - 1
+    for n, (first, last) in enumerate(pairwise(starts.tolist())):
+        window = kinds[first:last, :, 0] == Kind.DECODE_WINDOW
+        index[first:last][window] = int(seq_lens[n]) - 1
+    selection = random_bytes(tokens + 1, width, row_bytes)
+    expected, expected_hot = selection.clone(), hot.clone()
+    query_start_loc = torch.from_numpy(starts)
+    table = random_ints(0, blocks, requests + 1, table_width)
+    inputs = kinds, query_start_loc, seq_lens, host, hot, table, rows, random_bytes(tokens, row_bytes)
+    assert ops.dsa_serve_compact(*inputs, selection) == oracle.dsa_serve_compact(*inputs, expected)
+    assert torch.equal(selection, expected)
+
+    capacity = 9
+    positions = random_ints(0, 7, requests + 1, capacity)
+    counts = random_ints(0, capacity + 1, requests + 1)
+    counts[:requests][query_lens == 0] = 0
+    lists = query_start_loc, rows, positions, random_ints(0, slots, requests + 1, capacity), counts
+    assert ops.dsa_install(selection, *lists, hot) == oracle.dsa_install(expected, *lists, expected_hot)
+    assert torch.equal(hot, expected_hot)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ops_simulation import ROW_BYTES, Pools, check_positions, version_of
+from plan_cases import MAX_QUERY_LEN, Shape, Step, sequences
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import Kind, conformance
@@ -131,3 +139,199 @@ def test_damaged_records_are_dropped(impl: ModuleType) -> None:
     out.record_counts[0, 0] = torch.tensor([-5, 1 << 30, 2, 2, 2, 2, 2, 2])
     impl.install_slots(int32(0, 1), int32(0), residency, ID_RANGE, out, metadata_update=False)
     assert out.miss_positions[0, : int(out.miss_counts[0])].tolist() == list(range(2, 16))
+
+
+def conformance_out(shape: Shape) -> conformance.ConformanceOut:
+    return conformance.ConformanceOut(shape.max_tokens, shape.num_rows + 1, shape.topk, MAX_QUERY_LEN)
+
+
+def as_fifo(shape: Shape) -> Shape:
+    """The same pool in sets of 16."""
+    return replace(shape, ways=16, sets=shape.sets * shape.ways // 16, policy="fifo")
+
+
+class SeedTables:
+    """The seeds' state: slot of every id, id of every slot, counter of every set. For one row."""
+
+    def __init__(self, slots: int, id_range: int) -> None:
+        self.slot_of = np.full(id_range, -1)
+        self.id_of = np.full(slots, -1)
+        self.counters = np.zeros(slots // 16, dtype=int)
+
+    def plan(
+        self, ids: list[int], query: int, raw_seq: int, length: int
+    ) -> tuple[list[tuple[int, int]], list[list[tuple[int, int, int, int]]], int]:
+        """(kinds, records per chunk, actual) of one query."""
+        max_sel, max_valid = length - (raw_seq - 1 - query) - 1, max(length - raw_seq - 1, 0)
+        kinds, chunks, stopped = [], [[] for _ in range(8)], False
+        size = (len(ids) + 7) // 8
+        for k, token in enumerate(ids):
+            if k % size == 0:
+                stopped = k > 0 and ids[k - 1] < 0
+            slot = self.slot_of[token] if 0 <= token < len(self.slot_of) else -1
+            if stopped:
+                kinds.append((0, -1))
+            elif token < 0:
+                kinds.append((5, token))
+                stopped = True
+            elif length <= 0 or max_sel < 0 or token > max_sel:
+                kinds.append((4, token))
+            elif slot >= 0 and token <= max_valid:
+                kinds.append((1, int(slot)))
+            elif token > max_valid:
+                kinds.append((3, token))
+            else:
+                kinds.append((2, token))
+                chunks[k // size].append((token & (len(self.counters) - 1), token, query, k))
+        head = ids[: next((k for k, token in enumerate(ids) if token < 0), len(ids))]
+        return kinds, chunks, sum(token <= max_sel for token in head) if length > 0 else 0
+
+    def install(self, records: list[tuple[int, int, int, int]], width: int) -> list[tuple[int, int]]:
+        """[(slot, position)], and the tables brought up to date."""
+        done: dict[int, tuple[int, int]] = {}
+        for home, token, query, k in records:
+            if token >= len(self.slot_of) or token in done:
+                continue
+            slot = home * 16 + self.counters[home] % 16
+            self.counters[home] = (self.counters[home] + 1) % 16
+            if self.id_of[slot] >= 0:
+                self.slot_of[self.id_of[slot]] = -1
+            self.id_of[slot], self.slot_of[token] = token, slot
+            done[token] = int(slot), query * width + k
+        return list(done.values())
+
+
+def shifted_lengths(step: Step, rng: np.random.Generator) -> Step:
+    """Some sequences shorter than their query, also empty and negative: the seeds take any."""
+    shift = rng.integers(0, 8, len(step.seq_lens)) * (rng.random(len(step.seq_lens)) < 0.2)
+    return replace(step, seq_lens=step.seq_lens - torch.from_numpy(shift.astype(np.int32)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(sequences(), st.integers(0, 2**32), st.sampled_from([16, 100, 5000]))
+def test_equals_the_seeds_tables(case: tuple[Shape, list[Step]], seed: int, id_range: int) -> None:
+    shape, steps = as_fifo(case[0]), case[1]
+    rng = np.random.default_rng(seed)
+    residency, out = shape.residency(), conformance_out(shape)
+    tables = [SeedTables(shape.slots_per_row, id_range) for _ in range(shape.num_rows)]
+    for step in (shifted_lengths(step, rng) for step in steps):
+        conformance.plan(*step.inputs, residency, id_range, out)
+        starts = step.query_start_loc
+        records: list[list[Any]] = []
+        for n, row in enumerate(step.rows.tolist()):
+            first, query_len = int(starts[n]), int(starts[n + 1] - starts[n])
+            records.append([])
+            for s in range(query_len if row >= 0 else 0):
+                ids, length = step.topk[first + s].tolist(), int(step.seq_lens[n])
+                kinds, chunks, actual = tables[row].plan(ids, s, query_len, length)
+                assert out.kinds[first + s].tolist() == [list(kind) for kind in kinds]
+                assert int(out.actual[first + s]) == actual
+                for chunk, expected in enumerate(chunks):
+                    count = int(out.record_counts[n, s, chunk])
+                    assert out.records[n, s, chunk, :count].tolist() == [list(r) for r in expected]
+                    records[-1] += expected
+        conformance.install_slots(starts, step.rows, residency, id_range, out, metadata_update=True)
+        for n, row in enumerate(step.rows.tolist()):
+            expected = tables[row].install(records[n], shape.topk) if row >= 0 else []
+            count = int(out.miss_counts[n])
+            got = out.miss_slots[n, :count].tolist(), out.miss_positions[n, :count].tolist()
+            assert list(zip(*got, strict=True)) == expected
+        for row, table in enumerate(tables):
+            assert residency.tags[row].flatten().tolist() == table.id_of.tolist()
+            assert residency.hands[row].tolist() == table.counters.tolist()
+            slots: npt.NDArray[Any] = np.nonzero(table.id_of >= 0)[0]
+            assert np.array_equal(table.slot_of[table.id_of[slots]], slots), "the model itself"
+
+
+BUFFERS = ("kinds", "actual", "records", "record_counts", "miss_positions", "miss_slots", "miss_counts")
+
+
+@settings(max_examples=150, deadline=None)
+@given(sequences(), st.integers(0, 2**32), st.booleans())
+def test_equals_oracle(case: tuple[Shape, list[Step]], seed: int, damaged: bool) -> None:
+    """Also with records and pointers that no plan left behind."""
+    shape, steps = as_fifo(case[0]), case[1]
+    rng = np.random.default_rng(seed)
+    states = [(impl, shape.residency(), conformance_out(shape)) for impl in (oracle, conformance)]
+    for step in (shifted_lengths(step, rng) for step in steps):
+        noise = torch.from_numpy(rng.integers(-2, 40, states[0][2].records.shape).astype(np.int32))
+        changed = torch.from_numpy(rng.random(noise.shape) < 0.1)
+        for impl, residency, out in states:
+            impl.plan(*step.inputs, residency, 300, out)
+            if damaged:
+                residency.hands += 7
+                out.records[changed] = noise[changed]
+                out.record_counts += noise[:, :, :, 0, 0] // 8
+            for update in (False, True):
+                impl.install_slots(
+                    step.query_start_loc, step.rows, residency, 300, out, metadata_update=update
+                )
+        (_, expected_state, expected), (_, state, out) = states
+        for name in BUFFERS:
+            assert torch.equal(getattr(out, name), getattr(expected, name)), name
+        assert torch.equal(state.tags, expected_state.tags)
+        assert torch.equal(state.hands, expected_state.hands)
+        assert int(state.ages.max()) == int(state.high.max()) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(sequences(), st.integers(1, 3))
+def test_layers_of_a_group_agree(case: tuple[Shape, list[Step]], followers: int) -> None:
+    """The owner plans, followers install without metadata, the owner last with it: one residency is true of
+    every layer's pool, and every layer attends to its own rows."""
+    shape, steps = as_fifo(case[0]), case[1]
+    residency, out = shape.residency(), conformance_out(shape)
+    layers = [Pools(shape) for _ in range(1 + followers)]
+    for number, layer in enumerate(layers):
+        layer.version = number * 1_000_000
+    selection = torch.full((shape.max_tokens, shape.topk, ROW_BYTES), 255, dtype=torch.uint8)
+    for step in steps:
+        reset_rewound(step, residency, layers)
+        conformance.plan(*step.inputs, residency, ID_RANGE, out)
+        lists = []
+        for layer in (*layers[1:], layers[0]):
+            serve(layer, step, out, selection)
+            owner = layer is layers[0]
+            conformance.install_slots(
+                step.query_start_loc, step.rows, residency, ID_RANGE, out, metadata_update=owner
+            )
+            misses = out.miss_positions, out.miss_slots, out.miss_counts
+            lists.append([buffer.clone() for buffer in misses])
+            ops.dsa_install(selection, step.query_start_loc, step.rows, *misses, layer.hot)
+        for buffers in zip(*lists, strict=True):
+            assert all(torch.equal(buffers[0], other) for other in buffers[1:])
+        for layer in layers:
+            for row, index, way in (residency.tags >= 0).nonzero().tolist():
+                token = int(residency.tags[row, index, way])
+                assert version_of(layer.hot[row, index * 16 + way]) == layer.truth[row][token]
+
+
+def reset_rewound(step: Step, residency: ops.Residency, layers: list[Pools]) -> None:
+    """The seeds have no roll-back: a row starts anew when its request went back or its new token is 0."""
+    for n, row in enumerate(step.rows.tolist()):
+        query_len = int(step.query_start_loc[n + 1] - step.query_start_loc[n])
+        stable = int(step.seq_lens[n]) - query_len
+        if row in step.reset or (row >= 0 and (stable == 0 or int(residency.tags[row].max()) >= stable)):
+            residency.reset_row(row)
+            for layer in layers:
+                layer.truth[row] = {}
+
+
+def serve(layer: Pools, step: Step, out: conformance.ConformanceOut, selection: torch.Tensor) -> None:
+    new_rows = layer.new_rows(step)
+    ops.dsa_serve_compact(
+        out.kinds,
+        step.query_start_loc,
+        step.seq_lens,
+        layer.host,
+        layer.hot,
+        layer.block_table(step),
+        step.rows,
+        new_rows,
+        selection,
+    )
+    stops = (step.topk < 0).any(dim=1)  # positions behind a stop are zeros in this mode, whatever their id
+    unstopped = replace(
+        step, topk=torch.where(stops[:, None] & (out.kinds[: len(step.topk), :, 0] == 0), -1, step.topk)
+    )
+    check_positions(layer, unstopped, selection)

@@ -6,6 +6,9 @@ from types import ModuleType
 
 import pytest
 import torch
+from hypothesis import given, settings
+from ops_simulation import GatherSimulation
+from plan_cases import Shape, Step, sequences
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import oracle
@@ -101,3 +104,31 @@ def test_reuse_reads_lengths_only(impl: ModuleType) -> None:
     lengths = torch.full((6,), -7, dtype=torch.int32)
     impl.gather_reuse(status, int32(2, -1, 0), int32(0, 2, 3, 4), lengths)
     assert lengths.tolist() == [5, 6, 0, 1, 0, 0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(sequences())
+def test_equals_oracle(case: tuple[Shape, list[Step]]) -> None:
+    """Every byte of selection, status and lengths, with rows that change hands and no reset."""
+    shape, steps = case
+    pools = GatherSimulation(shape)  # for its buffers
+    pools.host.random_(0, 256)
+    buffers = [pools.selection, pools.status, pools.lengths]
+    expected = [buffer.clone() for buffer in buffers]
+    for number, step in enumerate(steps):
+        new_rows = torch.randint(0, 256, (len(step.topk), pools.host.shape[2]), dtype=torch.uint8)
+        inputs = *step.inputs, pools.host, pools.block_table(step), new_rows
+        assert ops.gather_selection(*inputs, *buffers) == oracle.gather_selection(*inputs, *expected)
+        for name, got, want in zip(("selection", "status", "lengths"), buffers, expected, strict=True):
+            assert torch.equal(got, want), f"step {number}: {name}"
+
+
+def test_ids_twice_in_a_damaged_status() -> None:
+    """The first place counts, and the core does as the oracle."""
+    rows = [OneRow(impl) for impl in (oracle, ops)]
+    for row in rows:
+        row.gather([1, 2, 3, 4, 5, 6], seq_len=30)
+        row.status[1, 0] = torch.tensor([9, 4, 4, -5, 1 << 30, 4, 6])
+        row.gather([4, -1, -1, -1, -1, 9], seq_len=31)
+        assert row.status[1, 0].tolist() == [9, 4, -1, -1, -1, -1, 2]
+    assert torch.equal(rows[0].selection, rows[1].selection)

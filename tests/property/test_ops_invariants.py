@@ -1,124 +1,14 @@
-"""I-2, I-3 and I-4, checked on the data itself and without the oracle.
-
-A request's life is simulated with real rows: every version of every token has its own bytes, rejected drafts
-are rewritten, rows are handed on. After each step, each attended slot must hold exactly the row of its token.
-"""
+"""I-2, I-3 and I-4, checked on the data itself and without the oracle."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from ops_simulation import CompactSimulation, GatherSimulation, Simulation
 from plan_cases import Shape, Step, sequences
 
 from vllm_kvoffload import ops
-
-ROW_BYTES = 8
-BLOCK_SIZE = 16
-
-
-class Simulation:
-    """Host pool, hot pool and the truth of what each token's row is, for each residency row's occupant."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-        self.residency = shape.residency()
-        self.out = shape.plan_out()
-        self.workspace = ops.Workspace()
-        self.blocks_per_row = 64
-        self.host = torch.zeros(
-            (shape.num_rows * self.blocks_per_row, BLOCK_SIZE, ROW_BYTES), dtype=torch.uint8
-        )
-        self.hot = torch.full((shape.num_rows, shape.slots_per_row, ROW_BYTES), 255, dtype=torch.uint8)
-        rng = np.random.default_rng(3)
-        self.tables = rng.permutation(self.host.shape[0]).reshape(shape.num_rows, -1).astype(np.int32)
-        self.truth: list[dict[int, int]] = [{} for _ in range(shape.num_rows)]  # id -> version
-        self.version = 0
-
-    def bytes_of(self, versions: list[int]) -> torch.Tensor:
-        return torch.tensor(versions, dtype=torch.int64).view(torch.uint8).view(len(versions), ROW_BYTES)
-
-    def write_host(self, row: int, ids: list[int]) -> torch.Tensor:
-        """New versions of the tokens, in the truth and in the host pool; returns their bytes."""
-        versions = list(range(self.version + 1, self.version + 1 + len(ids)))
-        self.version += len(ids)
-        self.truth[row].update(zip(ids, versions, strict=True))
-        mapping = [int(self.tables[row, i // BLOCK_SIZE]) * BLOCK_SIZE + i % BLOCK_SIZE for i in ids]
-        rows = self.bytes_of(versions)
-        ops.host_write(self.host, rows, torch.tensor(mapping, dtype=torch.int64))
-        return rows
-
-    def step(self, step: Step) -> None:
-        for row in step.reset:
-            self.residency.reset_row(row)
-            self.truth[row] = {}
-        new_rows, token_rows = [], []
-        starts, lengths, rows = step.query_start_loc.tolist(), step.seq_lens.tolist(), step.rows.tolist()
-        for n, row in enumerate(rows):
-            query_len = starts[n + 1] - starts[n]
-            stable = lengths[n] - query_len
-            if row < 0:
-                new_rows.append(torch.zeros((query_len, ROW_BYTES), dtype=torch.uint8))
-            else:
-                self.write_host(row, [i for i in range(stable) if i not in self.truth[row]])  # prefill
-                new_rows.append(self.write_host(row, list(range(stable, lengths[n]))))
-            token_rows += [row] * query_len
-        ops.dsa_plan(*step.inputs, self.residency, self.out, self.workspace)
-        tables = torch.from_numpy(self.tables[[max(row, 0) for row in rows]])
-        misses = self.out.miss_ids, self.out.miss_slots, self.out.miss_counts
-        copied = ops.dsa_serve(self.host, self.hot, tables, step.rows, *misses)
-        assert copied == ROW_BYTES * int(self.out.stats[ops.STATS.index("misses")])
-        tokens = len(token_rows)
-        new_slots = self.out.new_slots[:tokens].contiguous()
-        ops.write_rows(self.hot, torch.tensor(token_rows, dtype=torch.int32), torch.cat(new_rows), new_slots)
-        for n, row in enumerate(rows):
-            if row >= 0 and starts[n] < starts[n + 1]:
-                self.check_request(step, row, starts[n], starts[n + 1], lengths[n])
-        self.check_residents()
-        self.check_misses(step)
-
-    def check_request(self, step: Step, row: int, first: int, last: int, seq_len: int) -> None:
-        slot_of: dict[int, int] = {}
-        for t in range(first, last):
-            position = seq_len - (last - first) + (t - first)
-            for token, slot in zip(step.topk[t].tolist(), self.out.slots[t].tolist(), strict=True):
-                if not 0 <= token <= position:
-                    assert slot == -1
-                    continue
-                assert slot_of.setdefault(token, slot) == slot, "duplicates of an id share its slot"
-                assert self.held(row, slot) == self.truth[row][token], (
-                    f"token {token} reads another row's bytes"
-                )
-        assert len(set(slot_of.values())) == len(slot_of), "I-3: two needed ids in one slot"
-        tags = self.residency.tags[row]
-        assert int(tags.max()) < seq_len, "I-2: a resident beyond the sequence"
-
-    def held(self, row: int, slot: int) -> int:
-        return int(self.hot[row, slot].view(torch.int64)[0])
-
-    def check_residents(self) -> None:
-        """Every tag tells the truth: its slot holds the token's current row, in its own set, once."""
-        for row in range(self.shape.num_rows):
-            tags = self.residency.tags[row]
-            resident = [(int(s), int(w), int(tags[s, w])) for s, w in (tags >= 0).nonzero()]
-            ids = [token for _, _, token in resident]
-            assert len(set(ids)) == len(ids)
-            high = int(self.residency.high[row])
-            for index, way, token in resident:
-                assert token % self.shape.sets == index
-                assert token < high
-                assert self.held(row, index * self.shape.ways + way) == self.truth[row][token], (
-                    f"stale {token}"
-                )
-
-    def check_misses(self, step: Step) -> None:
-        stats = dict(zip(ops.STATS, self.out.stats.tolist(), strict=True))
-        counts = self.out.miss_counts[: len(step.rows)].tolist()
-        assert stats["misses"] == sum(counts)
-        for n, count in enumerate(counts):
-            assert len(set(self.out.miss_ids[n, :count].tolist())) == count, "a miss fetched twice"
-            assert len(set(self.out.miss_slots[n, :count].tolist())) == count
 
 
 @settings(max_examples=150, deadline=None)
@@ -126,6 +16,24 @@ class Simulation:
 def test_attended_rows_are_the_tokens_own(case: tuple[Shape, list[Step]]) -> None:
     shape, steps = case
     simulation = Simulation(shape)
+    for step in steps:
+        simulation.step(step)
+
+
+@settings(max_examples=100, deadline=None)
+@given(sequences())
+def test_compact_rows_are_the_tokens_own(case: tuple[Shape, list[Step]]) -> None:
+    shape, steps = case
+    simulation = CompactSimulation(shape)
+    for step in steps:
+        simulation.step(step)
+
+
+@settings(max_examples=100, deadline=None)
+@given(sequences())
+def test_gathered_rows_are_the_tokens_own(case: tuple[Shape, list[Step]]) -> None:
+    shape, steps = case
+    simulation = GatherSimulation(shape)
     for step in steps:
         simulation.step(step)
 

@@ -28,11 +28,11 @@ def assert_same(names: tuple[str, ...], actual: object, expected: object, where:
         assert torch.equal(got, want), f"{where}: {name} differs at {(got != want).nonzero()[:5].tolist()}"
 
 
-def run_all(shape: Shape, steps: list[Step]) -> torch.Tensor:
+def run_all(shape: Shape, steps: list[Step], *, compact: bool = False) -> torch.Tensor:
     """Every step on the oracle and on every instruction set; returns the summed stats."""
     isas = ops.available_isas()
-    reference, expected = shape.residency(), shape.plan_out()
-    native = {isa: (shape.residency(), shape.plan_out(), ops.Workspace()) for isa in isas}
+    reference, expected = shape.residency(), shape.plan_out(compact=compact)
+    native = {isa: (shape.residency(), shape.plan_out(compact=compact), ops.Workspace()) for isa in isas}
     total = torch.zeros_like(expected.stats)
     for number, step in enumerate(steps):
         for row in step.reset:
@@ -49,9 +49,23 @@ def run_all(shape: Shape, steps: list[Step]) -> torch.Tensor:
 
 
 @settings(max_examples=150, deadline=None)
+@given(sequences(), st.booleans())
+def test_equals_oracle(case: tuple[Shape, list[Step]], compact: bool) -> None:
+    run_all(*case, compact=compact)
+
+
+@settings(max_examples=40, deadline=None)
 @given(sequences())
-def test_equals_oracle(case: tuple[Shape, list[Step]]) -> None:
-    run_all(*case)
+def test_compact_outputs_change_nothing_else(case: tuple[Shape, list[Step]]) -> None:
+    shape, steps = case
+    plain, compact = (
+        (shape.residency(), shape.plan_out(compact=flag), ops.Workspace()) for flag in (False, True)
+    )
+    for step in steps:
+        for residency, out, workspace in (plain, compact):
+            ops.dsa_plan(*step.inputs, residency, out, workspace)
+        assert_same(STATE, plain[0], compact[0], "state")
+        assert_same(OUTPUT[:-2], plain[1], compact[1], "output")
 
 
 @settings(max_examples=60, deadline=None)
@@ -100,7 +114,7 @@ def test_equals_oracle_with_every_id_in_one_set(policy: ops.Policy, ways: int) -
                 torch.tensor([0], dtype=torch.int32),
             )
         )
-    stats = dict(zip(ops.STATS, run_all(shape, steps).tolist(), strict=True))
+    stats = dict(zip(ops.STATS, run_all(shape, steps, compact=True).tolist(), strict=True))
     assert stats["displaced"] >= 2048 - ways
 
 
