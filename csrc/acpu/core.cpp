@@ -10,7 +10,9 @@ namespace {
 thread_local Core* g_core = nullptr;
 
 std::string range_text(uint64_t begin, uint64_t end) {
-  return "[" + std::to_string(begin) + ", " + std::to_string(end) + ")";
+  std::string text = "[";
+  text.append(std::to_string(begin)).append(", ").append(std::to_string(end)).append(")");
+  return text;
 }
 
 const char* hazard(bool earlier_write, bool write) {
