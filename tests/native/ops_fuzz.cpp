@@ -1,6 +1,6 @@
 // Random steps on the core without Python, for sanitizers. Each round simulates a few requests on one residency with
-// real rows: after every step each attended slot must hold its token's row. Buffers are allocated exactly, so that a
-// single byte out of bounds is seen. Damaged arguments must be refused, never crash.
+// real rows: after every step each attended row must be its token's, delivered in place, compact or gathered. Buffers
+// are allocated exactly, so that a single byte out of bounds is seen. Damaged arguments must be refused, never crash.
 //
 //   ops_fuzz [rounds] [seed] [threads]
 #include <algorithm>
@@ -12,7 +12,10 @@
 #include <thread>
 #include <vector>
 
+#include "compact.h"
+#include "conformance.h"
 #include "copies.h"
+#include "gather.h"
 #include "isa.h"
 #include "plan.h"
 
@@ -28,6 +31,14 @@ void expect(bool condition, const char* what) {
   if (condition) return;
   std::fprintf(stderr, "ops_fuzz: %s\n", what);
   std::abort();
+}
+
+template <class Call>
+void attempt(Call call) {
+  try {
+    call();
+  } catch (const std::invalid_argument&) {
+  }
 }
 
 using Ints = std::vector<std::int32_t>;
@@ -51,6 +62,9 @@ class Round {
     host_.assign(static_cast<std::size_t>(rows_ * kBlocksPerRow * kBlockSize * kRowBytes), 0);
     versions_.assign(static_cast<std::size_t>(rows_ * kBlocksPerRow * kBlockSize), 0);
     stable_.assign(static_cast<std::size_t>(rows_), 0);
+    compact_ = below(2) != 0;
+    gathered_.assign(static_cast<std::size_t>(rows_ * query_len_ * width_ * kRowBytes), 0xee);
+    status_.assign(static_cast<std::size_t>(rows_ * query_len_ * (width_ + 1)), 0);
   }
 
   void run(int steps) {
@@ -105,6 +119,11 @@ class Round {
     miss_slots_.assign(misses, -9);
     miss_counts_.assign(static_cast<std::size_t>(rows_), -9);
     stats_.assign(kStatsCount, -9);
+    kinds_.assign(2 * slots_.size(), -9);
+    miss_positions_.assign(misses, -9);
+    selection_.assign(slots_.size() * kRowBytes, 0xee);
+    lengths_of_.assign(tokens, -9);
+    new_rows_.assign(tokens * kRowBytes, 0);
     tables_.clear();
     for (std::int64_t i = 0; i < rows_ * kBlocksPerRow; ++i) tables_.push_back(static_cast<std::int32_t>(i));
   }
@@ -117,7 +136,21 @@ class Round {
   }
   PlanOutput output() {
     return {slots_.data(),       new_slots_.data(), miss_ids_.data(), miss_slots_.data(),  miss_counts_.data(),
-            stats_.data(), tokens_,           rows_,            query_len_ * width_, width_};
+            stats_.data(), tokens_,           rows_,            query_len_ * width_, width_,
+            compact_ ? kinds_.data() : nullptr, compact_ ? miss_positions_.data() : nullptr};
+  }
+  RequestsView requests() const { return {starts_.data(), row_of_.data(), rows_}; }
+  CompactView compact() {
+    return {kinds_.data(), lengths_.data(), tables_.data(), new_rows_.data(), selection_.data(), tokens_, width_,
+            kBlocksPerRow};
+  }
+  InstallView install() {
+    return {selection_.data(), miss_positions_.data(), miss_slots_.data(), miss_counts_.data(), tokens_, width_,
+            query_len_ * width_};
+  }
+  GatherView gather() {
+    return {topk_.data(),   lengths_.data(), tables_.data(),     new_rows_.data(), gathered_.data(),
+            status_.data(), lengths_of_.data(), tokens_, width_, kBlocksPerRow,    rows_, query_len_};
   }
   HostPoolView host() { return {host_.data(), rows_ * kBlocksPerRow, kBlockSize, kRowBytes}; }
   HotPoolView hot() { return {hot_.data(), rows_, sets_ * ways_, kRowBytes}; }
@@ -127,30 +160,57 @@ class Round {
   }
 
   void step() {
-    std::vector<std::uint8_t> new_rows;
     Ints token_rows;
     std::vector<std::int64_t> mapping;
-    for (std::int64_t n = 0; n < rows_; ++n) prepare_request(n, new_rows, token_rows, mapping);
+    for (std::int64_t n = 0; n < rows_; ++n) prepare_request(n, token_rows, mapping);
     const auto count = static_cast<std::int64_t>(token_rows.size());
-    host_write(host(), new_rows.data(), mapping.data(), count);
+    host_write(host(), new_rows_.data(), mapping.data(), count);
     Workspace fresh;
     dsa_plan(input(), residency(), output(), below(2) ? fresh : kept_);
-    dsa_serve(host(), hot(), misses());
+    if (compact_) {
+      dsa_serve_compact(host(), hot(), requests(), compact());
+      dsa_install(hot(), requests(), install());
+    } else {
+      dsa_serve(host(), hot(), misses());
+    }
     const Ints token_slots(new_slots_.begin(), new_slots_.begin() + count);
-    write_rows(hot(), token_rows.data(), new_rows.data(), token_slots.data(), count);
+    write_rows(hot(), token_rows.data(), new_rows_.data(), token_slots.data(), count);
+    gather_selection(host(), requests(), gather());
     for (std::int64_t n = 0; n < rows_; ++n) check_request(n);
+    conformance();
   }
 
-  void prepare_request(std::int64_t n, std::vector<std::uint8_t>& new_rows, Ints& token_rows,
-                       std::vector<std::int64_t>& mapping) {
+  // Its own small residency: the mode needs 16 ways and fifo. Its results are compared elsewhere.
+  void conformance() {
+    const std::int64_t capacity = (width_ + kChunks - 1) / kChunks;
+    const auto records = static_cast<std::size_t>(rows_ * query_len_ * kChunks * capacity);
+    Ints record_list(records * kRecordInts, -9), counts(records / static_cast<std::size_t>(capacity), -9);
+    Ints positions(records, -9), slots(records, -9), listed(static_cast<std::size_t>(rows_), -9);
+    const RecordsView view{record_list.data(), counts.data(), query_len_, capacity};
+    const ConformancePlanView plan{topk_.data(), lengths_.data(), kinds_.data(), lengths_of_.data(),
+                                   tokens_,      width_,          1 + below(400)};
+    if (seed_tags_.empty()) {
+      seed_tags_.assign(static_cast<std::size_t>(rows_ * 32), -1);
+      seed_hands_.assign(static_cast<std::size_t>(rows_ * 2), 0);
+    }
+    const ResidencyView seeds{seed_tags_.data(), ages_.data(), seed_hands_.data(), high_.data(), rows_, 2, 16,
+                              Policy::kFifo};
+    conformance_plan(requests(), seeds, plan, view);
+    if (below(2)) {
+      for (std::int32_t& value : record_list) value = below(9) ? value : static_cast<std::int32_t>(random_());
+      for (std::int32_t& value : counts) value = below(9) ? value : static_cast<std::int32_t>(random_());
+    }
+    const InstallListView list{positions.data(), slots.data(), listed.data(), query_len_ * kChunks * capacity};
+    conformance_install(requests(), seeds, view, width_, 400, below(2) != 0, list);
+  }
+
+  void prepare_request(std::int64_t n, Ints& token_rows, std::vector<std::int64_t>& mapping) {
     const auto at = static_cast<std::size_t>(n);
     const std::int64_t q = starts_[at + 1] - starts_[at];
     for (std::int64_t id = lengths_[at] - q; id < lengths_[at]; ++id) {
       const std::int64_t token = n * kBlocksPerRow * kBlockSize + id;
       if (row_of_[at] >= 0) versions_[static_cast<std::size_t>(token)] = ++version_;
-      std::uint8_t row[kRowBytes] = {};
-      std::memcpy(row, &version_, sizeof version_);
-      new_rows.insert(new_rows.end(), row, row + kRowBytes);
+      std::memcpy(new_rows_.data() + token_rows.size() * kRowBytes, &version_, sizeof version_);
       token_rows.push_back(row_of_[at]);
       mapping.push_back(row_of_[at] >= 0 ? token : -1);
     }
@@ -165,17 +225,28 @@ class Round {
         const auto i = static_cast<std::size_t>((starts_[at] + t) * width_ + k);
         const bool valid = row_of_[at] >= 0 && topk_[i] >= 0 && topk_[i] <= stable + t;
         expect(valid == (slots_[i] >= 0), "a slot for exactly the valid positions");
-        if (valid) check_slot(n, topk_[i], slots_[i]);
+        if (valid) check_row(n, topk_[i], hot_.data() + (n * sets_ * ways_ + slots_[i]) * kRowBytes);
+        if (valid && compact_) check_row(n, topk_[i], selection_.data() + i * kRowBytes);
       }
+      check_gathered(n, t);
     }
     if (row_of_[at] >= 0) stable_[at] = std::min(stable + below(q + 1), kBlocksPerRow * kBlockSize);
   }
 
-  void check_slot(std::int64_t row, std::int64_t id, std::int64_t slot) {
+  void check_gathered(std::int64_t n, std::int64_t t) {
+    if (row_of_[static_cast<std::size_t>(n)] < 0) return;
+    const std::int64_t query = n * query_len_ + t;
+    const std::int32_t* status = status_.data() + query * (width_ + 1);
+    for (std::int64_t place = 0; place < status[width_]; ++place) {
+      check_row(n, status[place], gathered_.data() + (query * width_ + place) * kRowBytes);
+    }
+  }
+
+  void check_row(std::int64_t row, std::int64_t id, const std::uint8_t* bytes) {
     std::int64_t held = 0;
-    std::memcpy(&held, hot_.data() + (row * sets_ * ways_ + slot) * kRowBytes, sizeof held);
+    std::memcpy(&held, bytes, sizeof held);
     expect(held == versions_[static_cast<std::size_t>(row * kBlocksPerRow * kBlockSize + id)],
-           "an attended slot holds its token's row");
+           "an attended row is its token's");
   }
 
   // Any value anywhere in the arguments: refused, or harmless. The residency is rebuilt afterwards.
@@ -189,17 +260,20 @@ class Round {
     }
     for (std::uint8_t& age : ages_) age = static_cast<std::uint8_t>(random_());
     for (std::uint8_t& hand : hands_) hand = static_cast<std::uint8_t>(random_());
-    try {
-      dsa_plan(input(), residency(), output(), kept_);
-    } catch (const std::invalid_argument&) {
-    }
+    attempt([&] { dsa_plan(input(), residency(), output(), kept_); });
     for (std::int32_t& value : miss_ids_) value = static_cast<std::int32_t>(below(400)) - 2;
     for (std::int32_t& value : miss_slots_) value = static_cast<std::int32_t>(below(sets_ * ways_));
     for (std::int32_t& value : miss_counts_) value = static_cast<std::int32_t>(below(query_len_ * width_ + 2));
-    try {
-      dsa_serve(host(), hot(), misses());
-    } catch (const std::invalid_argument&) {
-    }
+    for (std::int32_t& value : miss_positions_) value = static_cast<std::int32_t>(below(query_len_ * width_));
+    for (std::int32_t& value : kinds_) value = static_cast<std::int32_t>(below(below(20) ? 6 : 4000));
+    for (std::int32_t& value : status_) value = below(3) ? value : static_cast<std::int32_t>(below(width_ + 2) - 1);
+    attempt([&] { dsa_serve(host(), hot(), misses()); });
+    attempt([&] { dsa_serve_compact(host(), hot(), requests(), compact()); });
+    attempt([&] { dsa_install(hot(), requests(), install()); });
+    attempt([&] { gather_selection(host(), requests(), gather()); });
+    attempt([&] { gather_reuse(status_.data(), rows_, query_len_, width_ + 1, requests(), lengths_of_.data(), tokens_); });
+    attempt([&] { conformance(); });
+    std::fill(status_.begin(), status_.end(), 0);
     std::fill(tags_.begin(), tags_.end(), -1);
     std::fill(ages_.begin(), ages_.end(), 0);
     std::fill(hands_.begin(), hands_.end(), 0);
@@ -209,10 +283,11 @@ class Round {
   std::mt19937_64 random_;
   std::int64_t ways_, sets_, query_len_, width_, rows_, tokens_ = 0, version_ = 0;
   Policy policy_;
+  bool compact_ = false;
   Workspace kept_;
   Ints tags_, high_, topk_, starts_, lengths_, row_of_, slots_, new_slots_, miss_ids_, miss_slots_, miss_counts_,
-      tables_;
-  std::vector<std::uint8_t> ages_, hands_, hot_, host_;
+      tables_, kinds_, miss_positions_, status_, lengths_of_, seed_tags_;
+  std::vector<std::uint8_t> ages_, hands_, hot_, host_, selection_, gathered_, new_rows_, seed_hands_;
   std::vector<std::int64_t> stats_, versions_, stable_;
 };
 
