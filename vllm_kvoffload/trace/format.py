@@ -5,7 +5,7 @@ All integers are little-endian. A file is::
     "KVTRACE1"  u32 length  u32 crc32  header: a JSON object of `length` bytes
     records:    u8 kind     u32 length  u32 crc32  payload of `length` bytes
 
-The checksum is of the header or payload. A process that dies leaves at worst a partial last record: readers
+The checksum is of the header; in records, of the kind's byte and the payload. A process that dies leaves at worst a partial last record: readers
 stop before it. Kinds:
 
 - 1 ``REQUEST``: u32 slot, then the request's id in UTF-8. From here on the slot means that request, of which
@@ -100,9 +100,13 @@ class TraceHeader:
             raise TraceError(f"{name} is damaged: its header lacks fields ({error})") from error
 
 
+def _checksum(kind: int, payload: bytes) -> int:
+    return zlib.crc32(payload, zlib.crc32(bytes([kind])))
+
+
 def pack_record(kind: int, payload: bytes) -> bytes:
     """A whole record."""
-    return _RECORD.pack(kind, len(payload), zlib.crc32(payload)) + payload
+    return _RECORD.pack(kind, len(payload), _checksum(kind, payload)) + payload
 
 
 def read_record(file: BinaryIO, bytes_left: int) -> tuple[int, bytes] | None:
@@ -114,7 +118,7 @@ def read_record(file: BinaryIO, bytes_left: int) -> tuple[int, bytes] | None:
     if length > bytes_left - _RECORD.size:
         return None
     payload = file.read(length)
-    if len(payload) < length or zlib.crc32(payload) != checksum:
+    if len(payload) < length or _checksum(kind, payload) != checksum:
         return None
     return kind, payload
 
