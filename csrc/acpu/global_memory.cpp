@@ -177,40 +177,50 @@ void GlobalMemory::scalar_write(const Toucher& by, const Clock& clock, void* to,
   if (write_through_) std::memcpy(to, from, bytes);
 }
 
-void GlobalMemory::clean(const Toucher& by, const Clock& clock, uintptr_t number, CachedLine& cached) {
+void GlobalMemory::clean(const Toucher& by, const Clock& clock, uintptr_t number, CachedLine& cached, uint64_t part) {
   auto* start = reinterpret_cast<uint8_t*>(number * kLineBytes);
   Region* region = nullptr;
   for (Region& candidate : regions_) {
     if (number >= candidate.first_line && number < candidate.first_line + candidate.lines.size()) region = &candidate;
   }
   Line& line = line_at(*region, number);
-  if (cached.dirty) {
-    if (cached.stale & ~cached.dirty) {
+  const uint64_t dirty = cached.dirty & part;
+  const auto offset = static_cast<uint32_t>(std::countr_zero(part));
+  uint8_t* from = std::max(start + offset, region->data);
+  uint8_t* to = std::min(start + kLineBytes, region->data + region->bytes);
+  if (dirty) {
+    if (cached.stale & ~cached.dirty & part) {
       log_.add(Kind::kLineClobber, by.core, by.site, cached.changed_at,
-               "writes a whole 64-byte line back, over bytes that changed since it was cached");
+               "writes a 64-byte line back, over bytes that changed since it was cached");
     }
-    // A write-back moves the whole line, stale bytes included.
-    uint8_t* from = std::max(start, region->data);
-    uint8_t* to = std::min(start + kLineBytes, region->data + region->bytes);
-    std::memcpy(from, cached.data.data() + (from - start), to - from);
-    line.dirty_in &= ~(uint64_t{1} << by.core);
-    check(by, clock, line, cached.dirty, true);
-    mark_stale(by, line, number, cached.dirty, false);
+    // A write-back moves the line, stale bytes included.
+    if (to > from) std::memcpy(from, cached.data.data() + (from - start), to - from);
+    check(by, clock, line, dirty, true);
+    mark_stale(by, line, number, dirty, false);
+    cached.dirty &= ~part;
+    if (!cached.dirty) line.dirty_in &= ~(uint64_t{1} << by.core);
   }
-  line.cached_by &= ~(uint64_t{1} << by.core);
+  if (part != ~uint64_t{0} && to > from) {  // the rest stays cached
+    std::memcpy(cached.data.data() + (from - start), from, to - from);
+    cached.stale &= ~part;
+  } else {
+    line.cached_by &= ~(uint64_t{1} << by.core);
+  }
 }
 
 void GlobalMemory::clean_and_invalidate(const Toucher& by, const Clock& clock, const void* data) {
   if (!find(data, 1, by, false)) return;
   const uintptr_t number = reinterpret_cast<uintptr_t>(data) / kLineBytes;
+  const uint32_t offset = reinterpret_cast<uintptr_t>(data) % kLineBytes;
   auto found = caches_[by.core].find(number);
   if (found == caches_[by.core].end()) return;
-  clean(by, clock, number, found->second);
-  caches_[by.core].erase(found);
+  // Only the bytes from the address to the end of its line.
+  clean(by, clock, number, found->second, bit_range(offset, kLineBytes - offset));
+  if (offset == 0) caches_[by.core].erase(found);
 }
 
 void GlobalMemory::clean_and_invalidate_all(const Toucher& by, const Clock& clock) {
-  for (auto& [number, cached] : caches_[by.core]) clean(by, clock, number, cached);
+  for (auto& [number, cached] : caches_[by.core]) clean(by, clock, number, cached, ~uint64_t{0});
   caches_[by.core].clear();
 }
 

@@ -70,7 +70,7 @@ class GlobalMemory {
   void check_dirty(const Toucher& by, Line& line, uintptr_t number, uint64_t bytes, bool write);
   void mark_stale(const Toucher& by, Line& line, uintptr_t number, uint64_t bytes, bool own_cache);
   CachedLine& load(const Toucher& by, Region& region, uintptr_t number);
-  void clean(const Toucher& by, const Clock& clock, uintptr_t number, CachedLine& cached);
+  void clean(const Toucher& by, const Clock& clock, uintptr_t number, CachedLine& cached, uint64_t part);
 
   ReportLog& log_;
   std::vector<Region> regions_;

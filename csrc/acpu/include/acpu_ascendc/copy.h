@@ -43,18 +43,30 @@ inline void copy_rows(::acpu::Pipe pipe, ::acpu::SiteId site, const ::acpu::Acce
 
 inline Rows block_rows(::acpu::SiteId site, const DataCopyParams& params) {
   using ::acpu::Kind;
-  need(params.blockCount >= 1 && params.blockCount <= kMaxBlockCount, Kind::kLimit, site, "blockCount is outside 1..4095");
-  need(params.blockLen >= 1, Kind::kLimit, site, "blockLen is 0");
+  need(params.blockCount <= kMaxBlockCount, Kind::kLimit, site, "blockCount is outside 0..4095");
   const uint64_t bytes = uint64_t{params.blockLen} * 32;
   return {params.blockCount, bytes, bytes + uint64_t{params.srcStride} * 32, bytes + uint64_t{params.dstStride} * 32};
 }
 
+// What is not a multiple of 32 bytes is rounded down.
 template <typename T>
 Rows count_rows(::acpu::SiteId site, uint64_t count) {
   const uint64_t bytes = count * sizeof(T);
-  need(count > 0, ::acpu::Kind::kLimit, site, "count is 0");
   need(bytes % 32 == 0, ::acpu::Kind::kAlignment, site, "moves a number of bytes that is not a multiple of 32");
-  return {1, bytes, 0, 0};
+  return {1, bytes / 32 * 32, 0, 0};
+}
+
+template <typename T>
+void need_element_aligned(::acpu::SiteId site, const GlobalTensor<T>& tensor) {
+  need(reinterpret_cast<uintptr_t>(tensor.GetPhyAddr()) % sizeof(T) == 0, ::acpu::Kind::kAlignment, site,
+       "an address of global memory that is not a multiple of the element");
+}
+
+inline void check_pad_params(::acpu::SiteId site, const DataCopyExtParams& params, uint32_t element) {
+  using ::acpu::Kind;
+  need(params.blockCount >= 1 && params.blockCount <= kMaxBlockCount, Kind::kLimit, site, "blockCount is outside 1..4095");
+  need(params.blockLen >= 1 && params.blockLen <= kMaxPadBlockBytes, Kind::kLimit, site, "blockLen is outside 1..2097151");
+  need(params.blockLen % element == 0, Kind::kAlignment, site, "blockLen is not a multiple of the element");
 }
 
 }  // namespace detail
@@ -64,6 +76,7 @@ template <typename T>
 void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, uint32_t count, const Loc& loc = Loc::current()) {
   const ::acpu::SiteId site = detail::core().site("DataCopy", loc);
   detail::need_aligned(site, "dst", dst);
+  detail::need_element_aligned(site, src);
   detail::copy_rows(::acpu::Pipe::kMte2, site, detail::ub_access("dst", true, dst, 0),
                     detail::gm_access("src", false, src, 0), detail::count_rows<T>(site, count));
 }
@@ -72,6 +85,7 @@ template <typename T>
 void DataCopy(const GlobalTensor<T>& dst, const LocalTensor<T>& src, uint32_t count, const Loc& loc = Loc::current()) {
   const ::acpu::SiteId site = detail::core().site("DataCopy", loc);
   detail::need_aligned(site, "src", src);
+  detail::need_element_aligned(site, dst);
   detail::copy_rows(::acpu::Pipe::kMte3, site, detail::gm_access("dst", true, dst, 0),
                     detail::ub_access("src", false, src, 0), detail::count_rows<T>(site, count));
 }
@@ -90,6 +104,7 @@ void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataC
               const Loc& loc = Loc::current()) {
   const ::acpu::SiteId site = detail::core().site("DataCopy", loc);
   detail::need_aligned(site, "dst", dst);
+  detail::need_element_aligned(site, src);
   detail::copy_rows(::acpu::Pipe::kMte2, site, detail::ub_access("dst", true, dst, 0),
                     detail::gm_access("src", false, src, 0), detail::block_rows(site, params));
 }
@@ -99,6 +114,7 @@ void DataCopy(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataC
               const Loc& loc = Loc::current()) {
   const ::acpu::SiteId site = detail::core().site("DataCopy", loc);
   detail::need_aligned(site, "src", src);
+  detail::need_element_aligned(site, dst);
   detail::copy_rows(::acpu::Pipe::kMte3, site, detail::gm_access("dst", true, dst, 0),
                     detail::ub_access("src", false, src, 0), detail::block_rows(site, params));
 }
@@ -121,34 +137,37 @@ void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Da
   using ::acpu::Kind;
   const ::acpu::SiteId site = detail::core().site("DataCopyPad", loc);
   detail::need_aligned(site, "dst", dst);
-  detail::need(params.blockCount >= 1 && params.blockCount <= detail::kMaxBlockCount, Kind::kLimit, site,
-               "blockCount is outside 1..4095");
-  detail::need(params.blockLen >= 1 && params.blockLen <= detail::kMaxPadBlockBytes, Kind::kLimit, site,
-               "blockLen is outside 1..2097151");
-  detail::need(params.blockLen % sizeof(T) == 0, Kind::kAlignment, site, "blockLen is not a multiple of the element");
-  const uint32_t left = pad.isPad ? pad.leftPadding * sizeof(T) : 0;
-  const uint32_t right = pad.isPad ? pad.rightPadding * sizeof(T) : 0;
+  detail::check_pad_params(site, params, sizeof(T));
+  const uint32_t left = pad.leftPadding * sizeof(T), right = pad.rightPadding * sizeof(T);
   detail::need(left <= 32 && right <= 32, Kind::kLimit, site, "a padding of more than 32 bytes");
+  detail::need(!pad.isPad || sizeof(T) < 8 || pad.paddingValue == T(), Kind::kLimit, site,
+               "a padding of 64-bit elements other than 0");
   const uint64_t row_bytes = AlignUp<uint64_t>(uint64_t{left} + params.blockLen + right, 32);
   const uint64_t to_stride = row_bytes + uint64_t{params.dstStride} * 32;
   const uint64_t from_stride = uint64_t{params.blockLen} + params.srcStride;
   const auto to = detail::ub_access("dst", true, dst, row_bytes, params.blockCount, to_stride);
   const auto from = detail::gm_access("src", false, src, params.blockLen, params.blockCount, from_stride);
-  auto unspecified = to;  // the bytes behind block and padding hold nothing a kernel may rely on
-  unspecified.address += left + params.blockLen + right;
-  unspecified.bytes = row_bytes - (left + params.blockLen + right);
+  const uint32_t first = left, last = left + params.blockLen;  // the block within its row
   detail::core().issue(::acpu::Pipe::kMte2, site, {to, from}, [=] {
     for (uint32_t row = 0; row < to.rows; ++row) {
       uint8_t* block = detail::memory_of(to) + row * to_stride;
-      for (uint32_t at = 0; at < left; at += sizeof(T)) std::memcpy(block + at, &pad.paddingValue, sizeof(T));
-      std::memcpy(block + left, detail::memory_of(from) + row * from_stride, params.blockLen);
-      for (uint32_t at = 0; at < right; at += sizeof(T)) {
-        std::memcpy(block + left + params.blockLen + at, &pad.paddingValue, sizeof(T));
+      std::memset(block, ::acpu::kPoison, row_bytes);
+      for (uint32_t at = 0; pad.isPad && at < last + right; at += at == first && first < last ? last - first : sizeof(T)) {
+        if (at < first || at >= last) std::memcpy(block + at, &pad.paddingValue, sizeof(T));
       }
-      std::memset(block + left + params.blockLen + right, ::acpu::kPoison, unspecified.bytes);
+      std::memcpy(block + first, detail::memory_of(from) + row * from_stride, params.blockLen);
     }
   });
+  // What was not asked for holds nothing that a kernel may rely on.
+  auto unspecified = to;
+  unspecified.address += pad.isPad ? last + right : last;
+  unspecified.bytes = row_bytes - (pad.isPad ? last + right : last);
   detail::core().forget(unspecified);
+  if (!pad.isPad) {
+    unspecified.address = to.address;
+    unspecified.bytes = left;
+    detail::core().forget(unspecified);
+  }
 }
 
 template <typename T>
@@ -163,14 +182,9 @@ void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Da
 template <typename T>
 void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyExtParams& params,
                  const Loc& loc = Loc::current()) {
-  using ::acpu::Kind;
   const ::acpu::SiteId site = detail::core().site("DataCopyPad", loc);
   detail::need_aligned(site, "src", src);
-  detail::need(params.blockCount >= 1 && params.blockCount <= detail::kMaxBlockCount, Kind::kLimit, site,
-               "blockCount is outside 1..4095");
-  detail::need(params.blockLen >= 1 && params.blockLen <= detail::kMaxPadBlockBytes, Kind::kLimit, site,
-               "blockLen is outside 1..2097151");
-  detail::need(params.blockLen % sizeof(T) == 0, Kind::kAlignment, site, "blockLen is not a multiple of the element");
+  detail::check_pad_params(site, params, sizeof(T));
   const detail::Rows shape{params.blockCount, params.blockLen,
                            AlignUp<uint64_t>(params.blockLen, 32) + uint64_t{params.srcStride} * 32,
                            uint64_t{params.blockLen} + params.dstStride};

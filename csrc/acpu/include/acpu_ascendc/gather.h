@@ -58,10 +58,12 @@ void Gatherb(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalT
   detail::need_aligned(site, "dst", dst);
   detail::need_aligned(site, "src0", src0);
   detail::need_aligned(site, "offset", offset);
-  detail::need(repeatTime > 0, ::acpu::Kind::kLimit, site, "repeatTime is 0");
   const ::acpu::Access source = detail::picked_access(src0);
   const uint32_t d = dst.acpu_address(), o = offset.acpu_address();
-  const uint32_t block_stride = repeatParams.dstBlkStride * 32u, repeat_stride = repeatParams.dstRepStride * 32u;
+  detail::need_apart(site, dst, uint64_t{repeatTime} * 256, offset, uint64_t{repeatTime} * 32, false);
+  detail::need(d != src0.acpu_address(), ::acpu::Kind::kOverlap, site, "dst and src0 are the same memory");
+  // A block stride of 0 counts as 1.
+  const uint32_t block_stride = (repeatParams.dstBlkStride ? repeatParams.dstBlkStride : 1) * 32u, repeat_stride = repeatParams.dstRepStride * 32u;
   std::vector<::acpu::Access> accesses{detail::ub_access("offset", false, offset, uint64_t{repeatTime} * 32), source};
   for (uint32_t repeat = 0; repeat < repeatTime; ++repeat) {
     accesses.push_back(detail::ub_access("dst", true, dst[repeat * repeat_stride / sizeof(T)], 32, 8, block_stride));
@@ -83,9 +85,9 @@ void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const uint8_t r
   const ::acpu::SiteId site = detail::core().site("Brcb", loc);
   detail::need_aligned(site, "dst", dst);
   detail::need_aligned(site, "src0", src0);
-  detail::need(repeatTime > 0, ::acpu::Kind::kLimit, site, "repeatTime is 0");
   const uint32_t d = dst.acpu_address(), s = src0.acpu_address();
-  const uint32_t block_stride = repeatParams.dstBlkStride * 32u, repeat_stride = repeatParams.dstRepStride * 32u;
+  detail::need(d != s, ::acpu::Kind::kOverlap, site, "dst and src0 are the same memory");
+  const uint32_t block_stride = (repeatParams.dstBlkStride ? repeatParams.dstBlkStride : 1) * 32u, repeat_stride = repeatParams.dstRepStride * 32u;
   std::vector<::acpu::Access> accesses{detail::ub_access("src0", false, src0, uint64_t{repeatTime} * 8 * sizeof(T))};
   for (uint32_t repeat = 0; repeat < repeatTime; ++repeat) {
     accesses.push_back(detail::ub_access("dst", true, dst[repeat * repeat_stride / sizeof(T)], 32, 8, block_stride));
@@ -117,7 +119,6 @@ uint64_t gather_mask_source(const GatherMaskShape& shape, uint64_t r, uint64_t e
 
 template <typename T>
 GatherMaskShape gather_mask_shape(::acpu::SiteId site, bool counter, uint32_t mask, const GatherMaskParams& params) {
-  need(params.repeatTimes > 0, ::acpu::Kind::kLimit, site, "repeatTimes is 0");
   need(!counter || mask > 0, ::acpu::Kind::kLimit, site, "mask is 0");
   return {counter ? mask : 256 / sizeof(T), params.repeatTimes, params.src0BlockStride * 32u,
           params.src0RepeatStride * 32u};

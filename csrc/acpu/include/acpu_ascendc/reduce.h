@@ -15,7 +15,7 @@ void reduce(const char* api, const Loc& loc, const LocalTensor<T>& dst, const Lo
   const uint64_t n = checked_count(site, count), bytes = n * sizeof(T);
   need_aligned(site, "src", src);
   need_aligned(site, "sharedTmpBuffer", temporary);
-  need_aligned(site, "dst", dst, index ? 2 * sizeof(T) : sizeof(T));
+  need_aligned(site, "dst", dst, 2 * sizeof(T));
   // One partial result (a value, or a value and a place) for each 256 bytes, in whole blocks.
   const uint64_t partials = (bytes + 255) / 256 * (index ? 2 : 1) * sizeof(T);
   auto scratch = ub_access("sharedTmpBuffer", true, temporary, AlignUp<uint64_t>(partials, 32));
@@ -74,7 +74,7 @@ void block_reduce(const char* api, const Loc& loc, const LocalTensor<T>& dst, co
   using ::acpu::Kind;
   const ::acpu::SiteId site = core().site(api, loc);
   constexpr uint32_t kLanes = 32 / sizeof(T);
-  need(repeat >= 1 && repeat <= 255, Kind::kLimit, site, "repeatTime is outside 1..255");
+  need(repeat >= 0 && repeat <= 255, Kind::kLimit, site, "repeatTime is outside 0..255");
   need(mask >= 1 && mask <= static_cast<int32_t>(8 * kLanes), Kind::kLimit, site, "mask is outside one repeat");
   need_aligned(site, "dst", dst, 8 * sizeof(T) < 32 ? 16 : 32);
   need_aligned(site, "src", src);

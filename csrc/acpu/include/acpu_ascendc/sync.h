@@ -42,6 +42,20 @@ void SyncAll(const Loc& loc = Loc::current()) {
   detail::core().sync_all(detail::core().site("SyncAll", loc));
 }
 
+// Software synchronisation: 32 bytes a core of both workspaces, that of global memory zeroed before.
+template <bool isAIVOnly = true>
+void SyncAll(const GlobalTensor<int32_t>& gmWorkspace, const LocalTensor<int32_t>& ubWorkspace,
+             const int32_t usedCores = 0, const Loc& loc = Loc::current()) {
+  const ::acpu::SiteId site = detail::core().site("SyncAll", loc);
+  const uint64_t bytes = static_cast<uint64_t>(detail::core().count()) * 32;
+  detail::need(usedCores == 0 || usedCores == detail::core().count(), ::acpu::Kind::kLimit, site,
+               "synchronising a part of the cores is not modelled");
+  detail::need(gmWorkspace.GetSize() == 0 || gmWorkspace.GetSize() * 4 >= bytes, ::acpu::Kind::kLimit, site,
+               "gmWorkspace is smaller than 32 bytes a core");
+  detail::need(ubWorkspace.GetLength() >= bytes, ::acpu::Kind::kLimit, site, "ubWorkspace is smaller than 32 bytes a core");
+  detail::core().sync_all(site);
+}
+
 template <typename T, CacheLine entireType, DcciDst dcciDst = DcciDst::CACHELINE_ALL>
 void DataCacheCleanAndInvalid(const GlobalTensor<T>& dst, const Loc& loc = Loc::current()) {
   detail::core().clean_cache(detail::core().site("DataCacheCleanAndInvalid", loc), dst.GetPhyAddr(),

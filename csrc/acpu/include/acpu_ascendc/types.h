@@ -1,6 +1,7 @@
 // Names, enumerations and parameter structs of AscendC. Field names, order and defaults are those of CANN's documentation.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -13,8 +14,8 @@
 #define __gm__
 #define __ubuf__
 #define GM_ADDR __gm__ uint8_t*
-#define KERNEL_TASK_TYPE_DEFAULT(type) static_assert(true)
-#define KERNEL_TASK_TYPE(key, type) static_assert(true)
+#define KERNEL_TASK_TYPE_DEFAULT(type) static_assert(::AscendC::KernelType::type < ::AscendC::KernelType::KERNEL_TYPE_MAX)
+#define KERNEL_TASK_TYPE(key, type) static_assert((key) >= 0 && ::AscendC::KernelType::type < ::AscendC::KernelType::KERNEL_TYPE_MAX)
 #define TILING_KEY_IS(key) (::acpu::current_core().machine().options.tiling_key == (key))
 // The tiling data is a plain struct; the compiler-generated reader copies it from global memory before the kernel starts.
 #define GET_TILING_DATA_WITH_STRUCT(type, name, address) \
@@ -57,6 +58,9 @@ using QuePosition = TPosition;
 enum class HardEvent : uint8_t {
   MTE2_V, V_MTE2, MTE3_V, V_MTE3, MTE3_MTE2, MTE2_MTE3, S_V, V_S, S_MTE2, MTE2_S, S_MTE3, MTE3_S, V_V,
 };
+
+// Which cores a kernel runs on. The twin has AI-vector cores only, whatever the kernel asks for.
+enum class KernelType : uint8_t { KERNEL_TYPE_AIV_ONLY, KERNEL_TYPE_MIX_AIV_1_0, KERNEL_TYPE_MAX };
 
 enum class CMPMODE : uint8_t { LT, GT, EQ, LE, GE, NE };
 enum class SELMODE : uint8_t { VSEL_CMPMASK_SPR, VSEL_TENSOR_SCALAR_MODE, VSEL_TENSOR_TENSOR_MODE };
@@ -177,6 +181,14 @@ inline int64_t GetBlockNum() { return detail::core().count(); }
 inline int64_t GetSubBlockIdx() { return 0; }
 // The twin's system workspace is empty: the user's part starts where the kernel argument points.
 inline GM_ADDR GetUserWorkspace(GM_ADDR workspace) { return workspace; }
+
+// The place of the lowest bit of that value, -1 if there is none.
+template <int countValue>
+int64_t ScalarGetSFFValue(uint64_t valueIn) {
+  static_assert(countValue == 0 || countValue == 1);
+  const uint64_t bits = countValue == 1 ? valueIn : ~valueIn;
+  return bits == 0 ? -1 : std::countr_zero(bits);
+}
 
 template <typename T>
 constexpr T AlignUp(T value, T unit) {
