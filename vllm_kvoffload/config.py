@@ -8,7 +8,7 @@ imports torch or vLLM, so the platform, the CLI and the tests all apply the very
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,6 +17,7 @@ SECTION = "sparse_kv_offload_config"
 
 GIB = 1 << 30
 POLICIES = ("fifo", "clock", "rrip")
+DELIVERIES = ("in_place", "compact")
 WAYS = (16, 32)
 UNQUANTISED_CACHE_DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 
@@ -47,7 +48,8 @@ class SparseOffloadConfig:
     keep_device_kv_cache: debugging only: keep the whole main KV on the device as well.
     ways: W, slots of one set of the hot pool.
     policy: which of a set's slots gives way to a missing row.
-    delivery: how attention gets the chosen rows; "in_place" reads them in the hot pool.
+    delivery: how attention gets the chosen rows: "in_place" in the hot pool itself, "compact" (slower, there
+        to compare with published behaviour) in a copy from which the pool is refilled afterwards.
     prefill_buffers: layer buffers that prefill streams through on an engine without KV transfer.
     """
 
@@ -64,6 +66,11 @@ class SparseOffloadConfig:
     def dram_bytes(self) -> int:
         """Host memory for the main KV of one DP rank, in bytes."""
         return self.dram_size_per_dp_GB * GIB
+
+    @property
+    def plans_as_published(self) -> bool:
+        """Whether compact delivery plans to the letter as published: that is a set-associative FIFO of 16."""
+        return self.delivery == "compact" and self.policy == "fifo" and self.ways == 16
 
     @property
     def num_sets(self) -> int:
@@ -181,21 +188,14 @@ def _ways(key: str, value: object) -> int:
     return number
 
 
-def _policy(key: str, value: object) -> str:
-    if not isinstance(value, str) or value not in POLICIES:
-        close = difflib.get_close_matches(str(value).lower(), POLICIES, n=1) or ["rrip"]
-        raise ConfigError(key, value, f"must be one of {', '.join(POLICIES)}", f'set it to "{close[0]}"')
-    return value
+def _one_of(choices: Sequence[str], default: str) -> Callable[[str, object], str]:
+    def check(key: str, value: object) -> str:
+        if not isinstance(value, str) or value not in choices:
+            close = difflib.get_close_matches(str(value).lower(), choices, n=1) or [default]
+            raise ConfigError(key, value, f"must be one of {', '.join(choices)}", f'set it to "{close[0]}"')
+        return value
 
-
-def _delivery(key: str, value: object) -> str:
-    if value == "compact":
-        raise ConfigError(
-            key, value, "this delivery is not available yet", 'set it to "in_place" or leave it out'
-        )
-    if value != "in_place":
-        raise ConfigError(key, value, 'must be "in_place"', 'set it to "in_place" or leave it out')
-    return "in_place"
+    return check
 
 
 _CHECKS: dict[str, Callable[[str, object], Any]] = {
@@ -204,8 +204,8 @@ _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "dram_size_per_dp_GB": _int(1),
     "keep_device_kv_cache": _bool,
     "ways": _ways,
-    "policy": _policy,
-    "delivery": _delivery,
+    "policy": _one_of(POLICIES, "rrip"),
+    "delivery": _one_of(DELIVERIES, "in_place"),
     "prefill_buffers": _int(2, 8),
 }
 

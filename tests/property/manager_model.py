@@ -49,6 +49,7 @@ class Setup:
     ways: int = 16
     slots: int = 16
     policy: str = "rrip"
+    delivery: str = "in_place"
     drafts: int = 0
     mtp_layers: int = 0
     pattern: str = "FSFSS"
@@ -80,7 +81,11 @@ class Setup:
     @property
     def config(self) -> SparseOffloadConfig:
         return SparseOffloadConfig(
-            enabled=True, topk_buffer_size=self.slots, ways=self.ways, policy=self.policy
+            enabled=True,
+            topk_buffer_size=self.slots,
+            ways=self.ways,
+            policy=self.policy,
+            delivery=self.delivery,
         )
 
     def host_layers(self) -> list[torch.Tensor]:
@@ -470,6 +475,8 @@ class Scheduler:
                     self.rng.shuffle(ids)
             row = (ids[-width:] + [-1] * width)[:width]
             self.rng.shuffle(row)
+            if self.setup.delivery == "compact":  # the published plan takes an id behind padding for padding
+                row.sort(key=lambda position: position < 0)
             topk[t] = row
         return topk
 

@@ -25,8 +25,11 @@ from manager_model import Scheduler, Setup, StepPlan, make_plans
 from manager_programs import Boom, Rank, WrongRowError, run_failing_program, run_program, run_rank_pair
 
 from vllm_kvoffload import ops
+from vllm_kvoffload.config import DELIVERIES, POLICIES
 from vllm_kvoffload.layerwise.prefill_stream import PrefillStream
 from vllm_kvoffload.runtime import CpuRuntime, DelayPlan, TaskFailedError, WaitTimeoutError
+from vllm_kvoffload.sparse.capacity import CapacityInputs
+from vllm_kvoffload.sparse.compact import CompactDelivery, PublishedPlanner
 from vllm_kvoffload.sparse.host_store import HostStore
 from vllm_kvoffload.sparse.hot_pool import HotPool
 from vllm_kvoffload.sparse.manager import SparseKVManager
@@ -35,11 +38,10 @@ from vllm_kvoffload.sparse.rows import RowError, RowLease, RowTable
 
 pytestmark = pytest.mark.timeout(300)
 
-POLICIES = ("fifo", "clock", "rrip")
 SEEDS = range(15)
 
 
-def setup_for(seed: int) -> Setup:
+def setup_for(seed: int, delivery: str = "in_place") -> Setup:
     """A setup for each seed: both widths of a set, all policies, hot pools from the least that must do."""
     rng = random.Random(seed)
     ways, drafts = (16, 32)[seed % 2], (0, 1, 3, 0)[seed % 4]
@@ -50,6 +52,7 @@ def setup_for(seed: int) -> Setup:
         ways=ways,
         slots=least * (1, 1, 2, 4)[seed // 4 % 4],
         policy=POLICIES[seed % 3],
+        delivery=delivery,
         drafts=drafts,
         mtp_layers=rng.randint(0, 1) if drafts else 0,
         pattern=rng.choice(["FSFSS", "FFF", "FSSS", "F"]),
@@ -69,22 +72,25 @@ def no_thread_is_left() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------- the real code
 
 
-def test_programs_get_their_rows_and_leave_nothing_behind() -> None:
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_programs_get_their_rows_and_leave_nothing_behind(delivery: str) -> None:
     log: Counter[str] = Counter()
     for seed in SEEDS:
-        log.update(run_program(setup_for(seed), seed))
+        log.update(run_program(setup_for(seed, delivery), seed))
     # The programs did go through what this is about.
     for what in ("late", "preempted", "rejected", "aborted", "finished", "idle", "resumed"):
         assert log[what] >= 5, (what, log)
 
 
-def test_rank_pairs_get_their_rows() -> None:
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_rank_pairs_get_their_rows(delivery: str) -> None:
     for seed in SEEDS:
-        run_rank_pair(setup_for(seed), seed)
+        run_rank_pair(setup_for(seed, delivery), seed)
 
 
-def test_steps_after_a_failed_step_get_their_rows() -> None:
-    failed = sum(run_failing_program(setup_for(seed), seed).get("failed", 0) for seed in SEEDS)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_steps_after_a_failed_step_get_their_rows(delivery: str) -> None:
+    failed = sum(run_failing_program(setup_for(seed, delivery), seed).get("failed", 0) for seed in SEEDS)
     assert failed > 30
 
 
@@ -98,9 +104,9 @@ def test_a_step_costs_no_wait_for_prefixes_that_were_complete(monkeypatch: pytes
 class EngineMachine(RuleBasedStateMachine):
     """Hypothesis decides what users, scheduler and failures do; finds short programs where seeds find any."""
 
-    @initialize(seed=st.integers(0, 10_000), delayed=st.booleans())
-    def start(self, seed: int, delayed: bool) -> None:
-        self.setup = setup_for(seed)
+    @initialize(seed=st.integers(0, 10_000), delivery=st.sampled_from(DELIVERIES), delayed=st.booleans())
+    def start(self, seed: int, delivery: str, delayed: bool) -> None:
+        self.setup = setup_for(seed, delivery)
         self.scheduler = Scheduler(self.setup, random.Random(seed))
         self.runtime = CpuRuntime(DelayPlan(seed, max_ms=0.5) if delayed else None)
         self.rank = Rank(self.setup, self.runtime, self.setup.host_layers())
@@ -311,6 +317,31 @@ def test_what_was_chosen_before_is_a_hit_in_every_group(runtime: CpuRuntime) -> 
     assert rank.manager.stats.misses - after["misses"] == setup.index_topk
 
 
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_capacity_formula_counts_every_buffer(
+    runtime: CpuRuntime, delivery: str, policy: str, drafts: int
+) -> None:
+    setup = Setup(
+        index_topk=20, slots=128, delivery=delivery, policy=policy, drafts=drafts, mtp_layers=drafts // 3
+    )
+    inputs = CapacityInputs(
+        geometry=setup.geometry,
+        block_size=setup.block_size,
+        device_bytes=0,
+        dram_bytes=0,
+        max_num_seqs=setup.max_num_seqs,
+        max_model_len=setup.max_model_len,
+        topk_buffer_size=setup.slots,
+        ways=setup.ways,
+        prefill_buffers=setup.prefill_buffers,
+        delivery=delivery,
+        published_plan=setup.config.plans_as_published,
+    )
+    assert Rank(setup, runtime, setup.host_layers()).manager.device_bytes == inputs.fixed_bytes
+
+
 def test_a_row_is_emptied_only_if_it_may_hold_what_is_rewritten(runtime: CpuRuntime) -> None:
     setup = Setup()
     rank = Rank(setup, runtime, setup.host_layers())
@@ -361,6 +392,10 @@ class Planted:
 
 def disabled(owner: Any, name: str) -> Patch:
     return lambda patch: patch.setattr(owner, name, lambda *_args, **_kwargs: None)
+
+
+def disabled_with(owner: Any, name: str, result: object) -> Patch:
+    return lambda patch: patch.setattr(owner, name, lambda *_args, **_kwargs: result)
 
 
 def before(owner: Any, name: str, action: Callable[..., object]) -> Patch:
@@ -453,6 +488,25 @@ def prefetches_not_awaited(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FollowerPrefetch, "take", take)
 
 
+def installs_not_joined(patch: pytest.MonkeyPatch) -> None:
+    def join(self: CompactDelivery) -> bool:
+        self._installed.clear()
+        return True
+
+    patch.setattr(CompactDelivery, "join", join)
+
+
+def installs_of_a_failed_step_count(patch: pytest.MonkeyPatch) -> None:
+    real = CompactDelivery.deliver
+
+    def deliver(self: CompactDelivery, layer: int, pool: Any, *args: Any) -> Any:
+        rows = real(self, layer, pool, *args)
+        pool.unserved = 0
+        return rows
+
+    patch.setattr(CompactDelivery, "deliver", deliver)
+
+
 def draft_passes_do_not_wait(patch: pytest.MonkeyPatch) -> None:
     def begin_draft(self: SparseKVManager, batch: Any, index: int) -> None:
         self._settle()
@@ -498,6 +552,15 @@ def sessions(seed: int) -> Setup:
     return replace(setup_for(4 * seed + 1), idle_rate=0.3)
 
 
+def compact(seed: int) -> Setup:
+    return setup_for(seed, "compact")
+
+
+def published(seed: int) -> Setup:
+    """Many requests so short that they decode in their first step."""
+    return replace(setup_for(12 * seed + 6, "compact"), ways=16, policy="fifo", slots=64)
+
+
 def drafting(seed: int) -> Setup:
     """Three draft passes over an MTP layer with a small pool, whole prompts in one step."""
     return replace(setup_for(4 * seed + 2), mtp_layers=1, slots=64, token_budget=64, num_blocks=60)
@@ -528,6 +591,26 @@ PLANTED = {
     "prefetches are not awaited": Planted(prefetches_not_awaited),
     "prefetches of a failed step are not joined": Planted(
         disabled(FollowerPrefetch, "join"), run_failing_program
+    ),
+    "compact: installs are not joined": Planted(installs_not_joined, setup=compact),
+    "compact: selections are reused too early": Planted(
+        before(
+            CompactDelivery,
+            "_take_selection",
+            lambda self, *_: self._selection_user.__setitem__(slice(2), [None] * 2),
+        ),
+        setup=compact,
+    ),
+    "compact: plans are reused too early": Planted(
+        before(CompactDelivery, "plan", lambda self, *_: [users.clear() for users in self._plan_users]),
+        setup=compact,
+    ),
+    "compact: nothing is installed": Planted(disabled(ops, "dsa_install"), setup=compact),
+    "compact: the published plan takes its own token 0 for old": Planted(
+        disabled_with(PublishedPlanner, "reads_own_rows", False), setup=published
+    ),
+    "compact: what a failed step installed counts": Planted(
+        installs_of_a_failed_step_count, run_failing_program, setup=compact
     ),
     "draft passes do not wait for each other": Planted(draft_passes_do_not_wait, setup=drafting),
     "late prefixes are not noticed in draft passes": Planted(late_drafts_missed, setup=drafting),

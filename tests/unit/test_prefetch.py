@@ -30,13 +30,14 @@ class Bench:
 
     def __init__(self, runtime: CpuRuntime, deadline_s: float = DEADLINE_S) -> None:
         self.rows = RowTable(2)
-        self.hot = HotPool(GEOMETRY, num_rows=2, num_slots=16, ways=16, policy="rrip", max_query_len=1)
+        self.hot = HotPool(GEOMETRY, num_rows=2, num_slots=16, ways=16, policy="rrip")
         host = [torch.full((4, BLOCK, ROW_BYTES), 10 * layer + 1, dtype=torch.uint8) for layer in range(3)]
         store = HostStore(host, runtime, writer=True, barrier=None, deadline_s=deadline_s)
         self.prefetch = FollowerPrefetch(store, self.hot, self.rows, runtime, deadline_s)
         self.leases = tuple(self.rows.acquire(name) for name in ("a", "b"))
         self._stream, self._go_on = runtime.stream(STREAM), threading.Event()
         self.pool: GroupPool = self.hot.groups[0]
+        self.plan, self._workspace = ops.PlanOut(2, 2, TOPK, 1), ops.Workspace()
 
     def hold(self) -> None:
         self._stream.submit(self._go_on.wait, 20)
@@ -53,11 +54,11 @@ class Bench:
             step.decode_seq_lens,
             step.decode_rows,
             self.pool.residency,
-            self.pool.plan,
-            self.hot.workspace,
+            self.plan,
+            self._workspace,
         )
-        assert self.pool.plan.miss_counts.tolist() == [TOPK, TOPK]
-        self.prefetch.start(self.pool, step)
+        assert self.plan.miss_counts.tolist() == [TOPK, TOPK]
+        self.prefetch.start((1, 2), self.plan, step)
         return step
 
     def fetched(self, layer: int, row: int) -> int:

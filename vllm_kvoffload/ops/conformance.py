@@ -53,6 +53,20 @@ class ConformanceOut:
         self.miss_slots: Final = torch.full((max_requests, capacity), -1, dtype=torch.int32)
         self.miss_counts: Final = torch.zeros(max_requests, dtype=torch.int32)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        buffers = (
+            self.kinds,
+            self.actual,
+            self.records,
+            self.record_counts,
+            self.miss_positions,
+            self.miss_slots,
+            self.miss_counts,
+        )
+        return sum(int(buffer.nbytes) for buffer in buffers)
+
 
 def plan(
     topk: torch.Tensor,

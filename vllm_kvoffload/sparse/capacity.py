@@ -22,6 +22,7 @@ _HAND_BYTES = 1
 _HIGH_BYTES = 4
 _INDEX_BYTES = 4
 _PLAN_STATS_BYTES = 48  # six int64 counters
+_CHUNKS = 8  # in which the published plan lists the misses of a query token
 
 
 class CapacityError(ConfigError):
@@ -38,6 +39,7 @@ class CapacityInputs:
     engine; 0 on
         an engine that gets its KV by transfer.
     keep_device: the whole main KV stays on the device as well (`keep_device_kv_cache`).
+    delivery: of SparseOffloadConfig; published_plan: compact delivery plans as published.
     """
 
     geometry: KVGeometry
@@ -50,6 +52,8 @@ class CapacityInputs:
     ways: int = 16
     prefill_buffers: int = 0
     keep_device: bool = False
+    delivery: str = "in_place"
+    published_plan: bool = False
 
     @property
     def hot_bytes(self) -> int:
@@ -66,11 +70,24 @@ class CapacityInputs:
 
     @property
     def plan_bytes(self) -> int:
-        """The plan's output, one buffer set for all groups: slots of choices, misses and their slots."""
+        """What a delivery keeps next to the pools: the plan's output, one for all groups (slots of choices,
+        misses and their slots); compact delivery has two, which also say where rows are, and two selections.
+        """
         queries = 1 + self.geometry.num_speculative_tokens
-        choices = self.max_num_seqs * queries * self.geometry.index_topk
-        per_token_and_row = self.max_num_seqs * (queries + 1)  # new_slots, miss_counts
-        return _INDEX_BYTES * (3 * choices + per_token_and_row) + _PLAN_STATS_BYTES
+        tokens = self.max_num_seqs * queries
+        choices = tokens * self.geometry.index_topk
+        if self.delivery == "in_place":
+            return self._own_plan_bytes(3 * choices, tokens)
+        selection = choices * self.geometry.main_row_bytes
+        if not self.published_plan:
+            return 2 * (self._own_plan_bytes(6 * choices, tokens) + selection)
+        chunk = -(-self.geometry.index_topk // _CHUNKS)
+        records = tokens * _CHUNKS * chunk
+        entries = 2 * choices + tokens + 6 * records + tokens * _CHUNKS + self.max_num_seqs
+        return 2 * (_INDEX_BYTES * entries + selection)
+
+    def _own_plan_bytes(self, choices: int, tokens: int) -> int:
+        return _INDEX_BYTES * (choices + tokens + self.max_num_seqs) + _PLAN_STATS_BYTES
 
     @property
     def staging_bytes(self) -> int:

@@ -73,30 +73,33 @@ def count_plan(stats: OffloadStats, plan: ops.PlanOut) -> None:
 class InPlaceDelivery:
     """A :class:`Delivery` that copies misses and new rows only, followers' misses ahead of time."""
 
-    def __init__(self, parts: DecodeParts) -> None:
+    def __init__(self, parts: DecodeParts, index_topk: int, max_query_len: int) -> None:
         self._parts = parts
+        rows = parts.rows.num_rows
+        # A plan is consumed by the layers of its group before the next group plans: one output serves all.
+        self._plan = ops.PlanOut(rows * max_query_len, rows, index_topk, max_query_len)
+        self._workspace = ops.Workspace()
         self._prefetch = FollowerPrefetch(parts.store, parts.hot, parts.rows, parts.runtime, parts.deadline_s)
         self._indices = torch.empty(0)
 
     def plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState) -> None:
-        hot = self._parts.hot
         ops.dsa_plan(
             topk,
             step.decode_start_loc,
             step.decode_seq_lens,
             step.decode_rows,
             pool.residency,
-            pool.plan,
-            hot.workspace,
+            self._plan,
+            self._workspace,
         )
-        slots = pool.plan.slots[: len(topk)]
+        slots = self._plan.slots[: len(topk)]
         self._indices = (slots + step.first_slots).masked_fill_(slots < 0, -1)
-        count_plan(self._parts.stats, pool.plan)
+        count_plan(self._parts.stats, self._plan)
 
     def deliver(
         self, layer: int, pool: GroupPool, new_rows: torch.Tensor, step: StepState
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        store, hot, plan = self._parts.store, self._parts.hot, pool.plan
+        store, hot, plan = self._parts.store, self._parts.hot, self._plan
         fetched = self._prefetch.take(layer)
         if fetched is None:
             if step.decode_late:
@@ -104,7 +107,7 @@ class InPlaceDelivery:
             fetched = fetch_misses(store, hot, layer, step, plan, step.decode_rows)
         self._parts.stats.fetched_bytes += fetched
         if layer == pool.group.owner and not step.decode_late:  # a late prefix isn't in the host pool yet
-            self._prefetch.start(pool, step)
+            self._prefetch.start(pool.group.layers[1:], plan, step)
         rows = hot.layers[layer]
         ops.write_rows(rows, step.token_rows, new_rows, plan.new_slots[: len(new_rows)])
         pool.unserved -= 1
@@ -116,4 +119,4 @@ class InPlaceDelivery:
 
     @property
     def nbytes(self) -> int:
-        return 0
+        return self._plan.nbytes

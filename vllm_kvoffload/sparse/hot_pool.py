@@ -17,13 +17,11 @@ class GroupPool:
     Attributes:
         group: the layers.
         residency: which token is in which slot of which row.
-        plan: output of the step's plan, reused by every layer of the group.
         unserved: layers that still have to fetch what the last plan made resident.
     """
 
     group: IndexGroup
     residency: ops.Residency
-    plan: ops.PlanOut
     unserved: int = 0
 
 
@@ -34,7 +32,7 @@ class HotPool:
         geometry: layers and groups.
         num_rows: R, most requests that decode at once.
         num_slots: P, slots of a row.
-        ways: W. policy: name of the replacement policy. max_query_len: query tokens of a request in a step.
+        ways: W. policy: name of the replacement policy.
     """
 
     def __init__(
@@ -45,18 +43,14 @@ class HotPool:
         num_slots: int,
         ways: int,
         policy: ops.Policy,
-        max_query_len: int,
     ) -> None:
         self.num_slots = num_slots
         self.layers = [
             torch.zeros((num_rows, num_slots, geometry.main_row_bytes), dtype=torch.uint8)
             for _ in range(geometry.num_layers)
         ]
-        # The plan is consumed by the layers of its group before the next group plans: one output serves all.
-        plan = ops.PlanOut(num_rows * max_query_len, num_rows, geometry.index_topk, max_query_len)
-        self.workspace = ops.Workspace()
         self.groups = [
-            GroupPool(group, ops.Residency.allocate(num_rows, num_slots, ways, policy), plan)
+            GroupPool(group, ops.Residency.allocate(num_rows, num_slots, ways, policy))
             for group in geometry.groups
         ]
 

@@ -19,6 +19,7 @@ from vllm_kvoffload.config import SparseOffloadConfig
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.layerwise.prefill_stream import PrefillRequest, PrefillStream
 from vllm_kvoffload.runtime.base import Runtime
+from vllm_kvoffload.sparse.compact import CompactDelivery
 from vllm_kvoffload.sparse.delivery import DecodeParts, Delivery, InPlaceDelivery
 from vllm_kvoffload.sparse.host_store import HostStore
 from vllm_kvoffload.sparse.hot_pool import GroupPool, HotPool
@@ -71,12 +72,10 @@ class SparseKVManager:
             num_slots=config.topk_buffer_size,
             ways=config.ways,
             policy=cast(ops.Policy, config.policy),  # validated by config
-            max_query_len=self.max_query_len,
         )
         self.store = HostStore(host_layers, runtime, writer=writer, barrier=barrier, deadline_s=deadline_s)
-        self.delivery: Delivery = InPlaceDelivery(
-            DecodeParts(self.store, self.hot, self.rows, runtime, self._stats, deadline_s)
-        )
+        parts = DecodeParts(self.store, self.hot, self.rows, runtime, self._stats, deadline_s)
+        self.delivery = self._make_delivery(config, parts, max_model_len)
         block_size = host_layers[0].shape[1]
         buffer_tokens = -(-max_model_len // block_size) * block_size
         buffers = torch.zeros((prefill_buffers, buffer_tokens, geometry.main_row_bytes), dtype=torch.uint8)
@@ -87,6 +86,17 @@ class SparseKVManager:
         self._step_done = True
         self._pass_layers = range(0)
         self._planned = -1  # the group whose plan and indices are in use
+
+    def _make_delivery(self, config: SparseOffloadConfig, parts: DecodeParts, max_model_len: int) -> Delivery:
+        if config.delivery == "in_place":
+            return InPlaceDelivery(parts, self.geometry.index_topk, self.max_query_len)
+        return CompactDelivery(
+            parts,
+            self.geometry,
+            max_query_len=self.max_query_len,
+            max_model_len=max_model_len,
+            published=config.plans_as_published,
+        )
 
     @property
     def stats(self) -> OffloadStats:

@@ -7,12 +7,14 @@ event only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.runtime.base import Event, Runtime, TaskFailedError
 from vllm_kvoffload.sparse.host_store import HostStore
-from vllm_kvoffload.sparse.hot_pool import GroupPool, HotPool
+from vllm_kvoffload.sparse.hot_pool import HotPool
 from vllm_kvoffload.sparse.rows import RowTable
 from vllm_kvoffload.sparse.step_state import StepState
 
@@ -55,14 +57,13 @@ class FollowerPrefetch:
         self._events: dict[int, Event] = {}
         self._fetched: dict[int, int] = {}
 
-    def start(self, pool: GroupPool, step: StepState) -> None:
-        """Queues the fetches of all followers. The plan must stay as it is until they are taken or joined."""
-        followers = pool.group.layers[1:]
+    def start(self, followers: Sequence[int], plan: ops.PlanOut, step: StepState) -> None:
+        """Queues the layers' fetches. The plan must stay as it is until they are taken or joined."""
         if not followers:
             return
         self._stream.wait_event(self._compute.record("plan, and last use of the slots it gives away"))
         for layer in followers:
-            self._stream.submit(self._fetch, layer, pool.plan, step, label=f"prefetch layer {layer}")
+            self._stream.submit(self._fetch, layer, plan, step, label=f"prefetch layer {layer}")
             self._events[layer] = self._stream.record(f"misses of layer {layer}")
 
     def take(self, layer: int) -> int | None:

@@ -219,6 +219,8 @@ def capacity_of(vllm_config: VllmConfig, config: SparseOffloadConfig, device_byt
             ways=config.ways,
             prefill_buffers=prefill_buffers(vllm_config, config),
             keep_device=config.keep_device_kv_cache,
+            delivery=config.delivery,
+            published_plan=config.plans_as_published,
         )
     )
     override = vllm_config.cache_config.num_gpu_blocks_override

@@ -1,0 +1,269 @@
+"""Compact delivery: attention reads a contiguous copy of the chosen rows; the pool is refilled afterwards.
+
+It is there to reproduce and compare published behaviour. A layer's rows, hits included, are gathered into a
+selection buffer; while attention works on it, a side stream installs the misses into the hot pool. With the
+``fifo`` policy and 16 ways the plan is the published one to the letter (`ops.conformance`), which changes no
+residency until the group's last layer has been served; else it is our own plan.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from vllm_kvoffload import ops
+from vllm_kvoffload.geometry import KVGeometry
+from vllm_kvoffload.ops import conformance
+from vllm_kvoffload.runtime.base import Event, TaskFailedError
+from vllm_kvoffload.sparse.delivery import DecodeParts, count_plan
+from vllm_kvoffload.sparse.hot_pool import GroupPool
+from vllm_kvoffload.sparse.stats import OffloadStats
+from vllm_kvoffload.sparse.step_state import StepState
+
+STREAM = "install"
+BUFFERS = 2
+"""Selections and plans in use at once: the next layer is gathered while the last one is installed."""
+
+
+class Planner(Protocol):
+    """Plans a group's step, into buffers that stay as they are until the next plan."""
+
+    kinds: torch.Tensor
+    miss_positions: torch.Tensor
+    miss_slots: torch.Tensor
+    miss_counts: torch.Tensor
+
+    def plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState, stats: OffloadStats) -> None: ...
+
+    def reads_own_rows(self, step: StepState) -> bool:
+        """Whether a miss may be a row that this very step writes."""
+
+    def commit(self, pool: GroupPool, step: StepState, rows: torch.Tensor) -> None:
+        """After the group's last layer was installed. ``rows``: int32 [N'], -1 for those to be left alone."""
+
+    def new_slots(self) -> torch.Tensor | None:
+        """int32 [T], slots of the step's new tokens; None when they are not kept."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class OwnPlanner:
+    """The in-place plan, which also says where attention finds what."""
+
+    def __init__(self, max_tokens: int, max_requests: int, topk: int, max_query_len: int) -> None:
+        self._out = out = ops.PlanOut(max_tokens, max_requests, topk, max_query_len, compact=True)
+        self._workspace = ops.Workspace()
+        self.kinds, self.miss_positions = out.kinds, out.miss_positions
+        self.miss_slots, self.miss_counts = out.miss_slots, out.miss_counts
+
+    def plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState, stats: OffloadStats) -> None:
+        ops.dsa_plan(
+            topk,
+            step.decode_start_loc,
+            step.decode_seq_lens,
+            step.decode_rows,
+            pool.residency,
+            self._out,
+            self._workspace,
+        )
+        count_plan(stats, self._out)
+
+    def reads_own_rows(self, step: StepState) -> bool:  # noqa: ARG002
+        return False
+
+    def commit(self, pool: GroupPool, step: StepState, rows: torch.Tensor) -> None:
+        pass  # the plan did it
+
+    def new_slots(self) -> torch.Tensor | None:
+        return self._out.new_slots
+
+    @property
+    def nbytes(self) -> int:
+        return self._out.nbytes
+
+
+class PublishedPlanner:
+    """The published plan. It keeps no new tokens, and takes token 0 for old even in its own step."""
+
+    def __init__(
+        self, max_tokens: int, max_requests: int, topk: int, max_query_len: int, max_model_len: int
+    ) -> None:
+        self._out = out = conformance.ConformanceOut(max_tokens, max_requests, topk, max_query_len)
+        self._id_range = max_model_len
+        self.kinds, self.miss_positions = out.kinds, out.miss_positions
+        self.miss_slots, self.miss_counts = out.miss_slots, out.miss_counts
+
+    def plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState, stats: OffloadStats) -> None:
+        conformance.plan(
+            topk,
+            step.decode_start_loc,
+            step.decode_seq_lens,
+            step.decode_rows,
+            pool.residency,
+            self._id_range,
+            self._out,
+        )
+        self._replay(pool, step, step.decode_rows, metadata_update=False)
+        kinds = self.kinds[: len(topk), :, 0]
+        stats.hits += int((kinds == ops.Kind.POOL_HIT).sum())
+        stats.misses += int(self.miss_counts[: len(step.decode_rows)].sum())
+
+    def reads_own_rows(self, step: StepState) -> bool:
+        lengths = step.decode_start_loc.diff()
+        return bool((step.decode_seq_lens == lengths).any())
+
+    def commit(self, pool: GroupPool, step: StepState, rows: torch.Tensor) -> None:
+        self._replay(pool, step, rows, metadata_update=True)
+
+    def new_slots(self) -> torch.Tensor | None:
+        return None
+
+    def _replay(self, pool: GroupPool, step: StepState, rows: torch.Tensor, *, metadata_update: bool) -> None:
+        conformance.install_slots(
+            step.decode_start_loc,
+            rows,
+            pool.residency,
+            self._id_range,
+            self._out,
+            metadata_update=metadata_update,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self._out.nbytes
+
+
+class CompactDelivery:
+    """A :class:`~vllm_kvoffload.sparse.delivery.Delivery` through selection buffers.
+
+    Args:
+        parts: pools and streams.
+        geometry: layers and row bytes.
+        max_query_len: query tokens of a request in a step. max_model_len: longest request, tokens.
+        published: plan as published.
+    """
+
+    def __init__(
+        self,
+        parts: DecodeParts,
+        geometry: KVGeometry,
+        *,
+        max_query_len: int,
+        max_model_len: int,
+        published: bool,
+    ) -> None:
+        rows, topk = parts.rows.num_rows, geometry.index_topk
+        shape = (rows * max_query_len, rows, topk, max_query_len)
+        self._parts = parts
+        self._planners: list[Planner] = [
+            PublishedPlanner(*shape, max_model_len) if published else OwnPlanner(*shape)
+            for _ in range(BUFFERS)
+        ]
+        self._selections = [
+            torch.zeros((rows * max_query_len, topk, geometry.main_row_bytes), dtype=torch.uint8)
+            for _ in range(BUFFERS)
+        ]
+        self._compute = parts.runtime.current_stream()
+        self._stream = parts.runtime.stream(STREAM)
+        self._installed: dict[int, Event] = {}  # by layer
+        self._plan_users: list[list[int]] = [[] for _ in range(BUFFERS)]  # layers being installed from a plan
+        self._selection_user: list[int | None] = [None] * BUFFERS
+        self._plan_number = self._selection_number = 0
+        self._indices = torch.empty(0)
+
+    def plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState) -> None:
+        self._plan_number = (self._plan_number + 1) % BUFFERS
+        users = self._plan_users[self._plan_number]
+        for layer in users:
+            self._await(layer)
+        users.clear()
+        planner = self._planners[self._plan_number]
+        planner.plan(pool, topk, step, self._parts.stats)
+        kinds = planner.kinds[: len(topk), :, 0]
+        found = (kinds >= ops.Kind.POOL_HIT) & (kinds <= ops.Kind.DECODE_WINDOW)
+        places = torch.arange(kinds.numel()).view_as(kinds)
+        self._indices = places.masked_fill_(~found, -1)
+
+    def deliver(
+        self, layer: int, pool: GroupPool, new_rows: torch.Tensor, step: StepState
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        planner, store = self._planners[self._plan_number], self._parts.store
+        if step.decode_late or planner.reads_own_rows(step):
+            store.await_layer(layer)
+        self._await(layer)
+        selection = self._take_selection(layer)[: len(new_rows)]
+        self._parts.stats.fetched_bytes += ops.dsa_serve_compact(
+            planner.kinds,
+            step.decode_start_loc,
+            step.decode_seq_lens,
+            store.layers[layer],
+            self._parts.hot.layers[layer],
+            step.decode_block_table,
+            step.decode_rows,
+            new_rows,
+            selection,
+        )
+        self._stream.wait_event(self._compute.record("selection"))
+        self._stream.submit(
+            self._install, layer, planner, pool, step, selection, new_rows, label=f"install layer {layer}"
+        )
+        self._installed[layer] = self._stream.record(f"installed rows of layer {layer}")
+        self._plan_users[self._plan_number].append(layer)
+        pool.unserved -= 1
+        return selection.flatten(0, 1), self._indices
+
+    def join(self) -> bool:
+        complete = True
+        for event in self._installed.values():
+            try:
+                event.wait(self._parts.deadline_s)
+            except TaskFailedError:
+                complete = False
+        self._installed.clear()
+        if not complete:
+            self._stream.recover()
+        return complete
+
+    @property
+    def nbytes(self) -> int:
+        return sum(s.nbytes for s in self._selections) + sum(p.nbytes for p in self._planners)
+
+    def _await(self, layer: int) -> None:
+        """Waits until a layer's last install is done: its pool, plan and selection are free then."""
+        event = self._installed.get(layer)
+        if event is not None:
+            event.wait(self._parts.deadline_s)
+            del self._installed[layer]
+
+    def _take_selection(self, layer: int) -> torch.Tensor:
+        number = self._selection_number = (self._selection_number + 1) % BUFFERS
+        user = self._selection_user[number]
+        if user is not None:
+            self._await(user)
+        self._selection_user[number] = layer
+        return self._selections[number]
+
+    def _install(
+        self,
+        layer: int,
+        planner: Planner,
+        pool: GroupPool,
+        step: StepState,
+        selection: torch.Tensor,
+        new_rows: torch.Tensor,
+    ) -> None:
+        hot, starts = self._parts.hot.layers[layer], step.decode_start_loc
+        rows = self._parts.rows.still_leased(step.decode_rows, step.leases)
+        ops.dsa_install(
+            selection, starts, rows, planner.miss_positions, planner.miss_slots, planner.miss_counts, hot
+        )
+        slots = planner.new_slots()
+        if slots is not None:
+            slots = slots[: len(new_rows)]
+            if rows is not step.decode_rows:
+                slots = slots.masked_fill(rows.repeat_interleave(starts.diff()) < 0, -1)
+            ops.write_rows(hot, step.token_rows, new_rows, slots)
+        if layer == pool.group.layers[-1]:
+            planner.commit(pool, step, rows)
