@@ -259,7 +259,8 @@ void Core::drain(Pipe pipe, uint64_t position) {
 
 void Core::drain_all() {
   const bool consumers_first = machine_.options.schedule == Schedule::kLazy;
-  for (Pipe pipe : {consumers_first ? Pipe::kMte3 : Pipe::kMte2, Pipe::kV, consumers_first ? Pipe::kMte2 : Pipe::kMte3}) {
+  const Pipe first = consumers_first ? Pipe::kMte3 : Pipe::kMte2, last = consumers_first ? Pipe::kMte2 : Pipe::kMte3;
+  for (Pipe pipe : {first, Pipe::kV, last}) {
     drain(pipe, queues_[index_of(pipe)].pushed());
   }
 }
@@ -285,7 +286,8 @@ void Core::set_flag(Pipe from, Pipe to, int id, SiteId site) {
   EventState* state = event(from, to, id, site);
   if (!state) return;
   if (!state->handed_out) {
-    report(Kind::kEventId, site, "event id " + std::to_string(id) + " comes from neither AllocEventID nor FetchEventID");
+    report(Kind::kEventId, site,
+           "event id " + std::to_string(id) + " comes from neither AllocEventID nor FetchEventID");
   }
   Flag& flag = state->flag;
   if (flag.set) report(Kind::kFlagSetTwice, site, "sets a flag that nobody waited for since", flag.site);
@@ -373,7 +375,9 @@ int Core::fetch_event(Pipe from, Pipe to, SiteId site) {
 void Core::release_event(Pipe from, Pipe to, int id, SiteId site) {
   EventState* state = event(from, to, id, site);
   if (!state) return;
-  if (!state->allocated) report(Kind::kEventId, site, "releases event id " + std::to_string(id) + ", which is not taken");
+  if (!state->allocated) {
+    report(Kind::kEventId, site, "releases event id " + std::to_string(id) + ", which is not taken");
+  }
   if (state->flag.set) {
     report(Kind::kFlagLeak, site, "releases an event id whose flag is still set", state->flag.site);
   }

@@ -116,7 +116,8 @@ class Core {
   // Unified buffer.
   UbExtent allocate(uint32_t bytes, SiteId site);
   void reset_allocations();
-  void retire(UbExtent& extent, Pipe last_user);  // new generation; bytes poisoned once `last_user` is through with them
+  // A new generation; the bytes are poisoned once `last_user` is through with them.
+  void retire(UbExtent& extent, Pipe last_user);
 
   // Runs all that is pending, then reports what the kernel left behind.
   void finish();

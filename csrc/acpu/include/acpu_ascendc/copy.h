@@ -62,10 +62,17 @@ void need_element_aligned(::acpu::SiteId site, const GlobalTensor<T>& tensor) {
        "an address of global memory that is not a multiple of the element");
 }
 
+template <typename T>
+void fill(uint8_t* to, uint32_t count, const T& value) {
+  for (uint32_t i = 0; i < count; ++i) std::memcpy(to + i * sizeof(T), &value, sizeof(T));
+}
+
 inline void check_pad_params(::acpu::SiteId site, const DataCopyExtParams& params, uint32_t element) {
   using ::acpu::Kind;
-  need(params.blockCount >= 1 && params.blockCount <= kMaxBlockCount, Kind::kLimit, site, "blockCount is outside 1..4095");
-  need(params.blockLen >= 1 && params.blockLen <= kMaxPadBlockBytes, Kind::kLimit, site, "blockLen is outside 1..2097151");
+  const bool count_fits = params.blockCount >= 1 && params.blockCount <= kMaxBlockCount;
+  const bool length_fits = params.blockLen >= 1 && params.blockLen <= kMaxPadBlockBytes;
+  need(count_fits, Kind::kLimit, site, "blockCount is outside 1..4095");
+  need(length_fits, Kind::kLimit, site, "blockLen is outside 1..2097151");
   need(params.blockLen % element == 0, Kind::kAlignment, site, "blockLen is not a multiple of the element");
 }
 
@@ -152,8 +159,9 @@ void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Da
     for (uint32_t row = 0; row < to.rows; ++row) {
       uint8_t* block = detail::memory_of(to) + row * to_stride;
       std::memset(block, ::acpu::kPoison, row_bytes);
-      for (uint32_t at = 0; pad.isPad && at < last + right; at += at == first && first < last ? last - first : sizeof(T)) {
-        if (at < first || at >= last) std::memcpy(block + at, &pad.paddingValue, sizeof(T));
+      if (pad.isPad) {
+        detail::fill(block, left / sizeof(T), pad.paddingValue);
+        detail::fill(block + last, right / sizeof(T), pad.paddingValue);
       }
       std::memcpy(block + first, detail::memory_of(from) + row * from_stride, params.blockLen);
     }

@@ -38,11 +38,12 @@ void Gather(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTen
   const ::acpu::Access source = detail::picked_access(src);
   detail::core().issue(
       ::acpu::Pipe::kV, site,
-      {detail::ub_access("dst", true, dst, n * sizeof(T)), detail::ub_access("srcOffset", false, srcOffset, n * 4), source},
+      {detail::ub_access("dst", true, dst, n * sizeof(T)), detail::ub_access("srcOffset", false, srcOffset, n * 4),
+       source},
       [=] {
         for (uint64_t i = 0; i < n; ++i) {
           const uint64_t at = uint64_t{srcBaseAddr} + detail::load<uint32_t>(o + i * 4);
-          detail::need(at % sizeof(T) == 0, ::acpu::Kind::kAlignment, site, "an offset is not a multiple of the element");
+          detail::need(at % sizeof(T) == 0, ::acpu::Kind::kAlignment, site, "an offset is no multiple of the element");
           if (!detail::core().picked_inside(site, source, at, sizeof(T))) continue;
           detail::store<T>(d + i * sizeof(T), detail::load<T>(static_cast<uint32_t>(source.address + at)));
         }
@@ -63,7 +64,8 @@ void Gatherb(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalT
   detail::need_apart(site, dst, uint64_t{repeatTime} * 256, offset, uint64_t{repeatTime} * 32, false);
   detail::need(d != src0.acpu_address(), ::acpu::Kind::kOverlap, site, "dst and src0 are the same memory");
   // A block stride of 0 counts as 1.
-  const uint32_t block_stride = (repeatParams.dstBlkStride ? repeatParams.dstBlkStride : 1) * 32u, repeat_stride = repeatParams.dstRepStride * 32u;
+  const uint32_t block_stride = (repeatParams.dstBlkStride ? repeatParams.dstBlkStride : 1) * 32u;
+  const uint32_t repeat_stride = repeatParams.dstRepStride * 32u;
   std::vector<::acpu::Access> accesses{detail::ub_access("offset", false, offset, uint64_t{repeatTime} * 32), source};
   for (uint32_t repeat = 0; repeat < repeatTime; ++repeat) {
     accesses.push_back(detail::ub_access("dst", true, dst[repeat * repeat_stride / sizeof(T)], 32, 8, block_stride));
@@ -73,7 +75,8 @@ void Gatherb(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalT
       const uint32_t at = detail::load<uint32_t>(o + i * 4);
       detail::need(at % 32 == 0, ::acpu::Kind::kAlignment, site, "an offset is not a multiple of 32 bytes");
       if (!detail::core().picked_inside(site, source, at, 32)) continue;
-      std::memmove(detail::ub() + d + i / 8 * repeat_stride + i % 8 * block_stride, detail::ub() + source.address + at, 32);
+      uint8_t* to = detail::ub() + d + i / 8 * repeat_stride + i % 8 * block_stride;
+      std::memmove(to, detail::ub() + source.address + at, 32);
     }
   });
 }
@@ -87,7 +90,8 @@ void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const uint8_t r
   detail::need_aligned(site, "src0", src0);
   const uint32_t d = dst.acpu_address(), s = src0.acpu_address();
   detail::need(d != s, ::acpu::Kind::kOverlap, site, "dst and src0 are the same memory");
-  const uint32_t block_stride = (repeatParams.dstBlkStride ? repeatParams.dstBlkStride : 1) * 32u, repeat_stride = repeatParams.dstRepStride * 32u;
+  const uint32_t block_stride = (repeatParams.dstBlkStride ? repeatParams.dstBlkStride : 1) * 32u;
+  const uint32_t repeat_stride = repeatParams.dstRepStride * 32u;
   std::vector<::acpu::Access> accesses{detail::ub_access("src0", false, src0, uint64_t{repeatTime} * 8 * sizeof(T))};
   for (uint32_t repeat = 0; repeat < repeatTime; ++repeat) {
     accesses.push_back(detail::ub_access("dst", true, dst[repeat * repeat_stride / sizeof(T)], 32, 8, block_stride));
@@ -124,8 +128,8 @@ GatherMaskShape gather_mask_shape(::acpu::SiteId site, bool counter, uint32_t ma
           params.src0RepeatStride * 32u};
 }
 
-// Packs the elements whose `chosen(repeat, element)` holds to the front of dst. The count goes to the scalar unit, which
-// therefore waits for the instruction; that wait orders nothing else.
+// Packs the elements whose `chosen(repeat, element)` holds to the front of dst. The count goes to the scalar unit,
+// which therefore waits for the instruction; that wait orders nothing else.
 template <typename T, typename F>
 uint64_t gather_masked(::acpu::SiteId site, const LocalTensor<T>& dst, const LocalTensor<T>& src,
                        const GatherMaskShape& shape, std::vector<::acpu::Access> accesses, F chosen) {
@@ -145,7 +149,8 @@ uint64_t gather_masked(::acpu::SiteId site, const LocalTensor<T>& dst, const Loc
   if (core().reachable(accesses)) {
     for (uint64_t r = 0; r < shape.repeats; ++r) {
       for (uint64_t e = 0; e < shape.per_repeat; ++e) {
-        if (chosen(r, e)) from.push_back(static_cast<uint32_t>(src.acpu_address() + gather_mask_source<T>(shape, r, e)));
+        const uint64_t at = src.acpu_address() + gather_mask_source<T>(shape, r, e);
+        if (chosen(r, e)) from.push_back(static_cast<uint32_t>(at));
       }
     }
   }

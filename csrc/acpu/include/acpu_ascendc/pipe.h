@@ -147,7 +147,8 @@ class TPipe {
   template <TPosition src, TPosition dst, int32_t depth>
   bool InitBuffer(TQueBind<src, dst, depth>& que, uint8_t num, uint32_t len, const Loc& loc = Loc::current()) {
     static_assert(depth > 0, "the in-place queues of depth 0 are not modelled");
-    que.state_ = state_->init_queue(detail::queue_pipes(src, dst), depth, num, len, detail::core().site("InitBuffer", loc));
+    const ::acpu::SiteId site = detail::core().site("InitBuffer", loc);
+    que.state_ = state_->init_queue(detail::queue_pipes(src, dst), depth, num, len, site);
     return true;
   }
   template <TPosition pos>

@@ -52,7 +52,8 @@ void SyncAll(const GlobalTensor<int32_t>& gmWorkspace, const LocalTensor<int32_t
                "synchronising a part of the cores is not modelled");
   detail::need(gmWorkspace.GetSize() == 0 || gmWorkspace.GetSize() * 4 >= bytes, ::acpu::Kind::kLimit, site,
                "gmWorkspace is smaller than 32 bytes a core");
-  detail::need(ubWorkspace.GetLength() >= bytes, ::acpu::Kind::kLimit, site, "ubWorkspace is smaller than 32 bytes a core");
+  detail::need(ubWorkspace.GetLength() >= bytes, ::acpu::Kind::kLimit, site,
+               "ubWorkspace is smaller than 32 bytes a core");
   detail::core().sync_all(site);
 }
 

@@ -57,7 +57,8 @@ class LocalTensor {
   template <typename U>
   void SetValue(uint32_t offset, U value, const Loc& loc = Loc::current()) const {
     const T element = static_cast<T>(value);
-    detail::core().ub_write(detail::core().site("LocalTensor::SetValue", loc), extent_, byte(offset), sizeof(T), &element);
+    const ::acpu::SiteId site = detail::core().site("LocalTensor::SetValue", loc);
+    detail::core().ub_write(site, extent_, byte(offset), sizeof(T), &element);
   }
   LocalTensor operator[](uint32_t offset) const {
     LocalTensor part = *this;

@@ -1,4 +1,4 @@
-// Names, enumerations and parameter structs of AscendC. Field names, order and defaults are those of CANN's documentation.
+// Names, enumerations and parameter structs of AscendC, with the field names, order and defaults of CANN's documentation.
 #pragma once
 
 #include <bit>
@@ -14,10 +14,10 @@
 #define __gm__
 #define __ubuf__
 #define GM_ADDR __gm__ uint8_t*
-#define KERNEL_TASK_TYPE_DEFAULT(type) static_assert(::AscendC::KernelType::type < ::AscendC::KernelType::KERNEL_TYPE_MAX)
-#define KERNEL_TASK_TYPE(key, type) static_assert((key) >= 0 && ::AscendC::KernelType::type < ::AscendC::KernelType::KERNEL_TYPE_MAX)
+#define KERNEL_TASK_TYPE_DEFAULT(type) static_assert(::AscendC::is_kernel_type(::AscendC::type))
+#define KERNEL_TASK_TYPE(key, type) static_assert(::AscendC::is_kernel_type(::AscendC::type))
 #define TILING_KEY_IS(key) (::acpu::current_core().machine().options.tiling_key == (key))
-// The tiling data is a plain struct; the compiler-generated reader copies it from global memory before the kernel starts.
+// The tiling data is a plain struct; the generated reader copies it from global memory before the kernel starts.
 #define GET_TILING_DATA_WITH_STRUCT(type, name, address) \
   type name;                                             \
   ::AscendC::detail::read_tiling(&name, address, sizeof(type))
@@ -60,7 +60,8 @@ enum class HardEvent : uint8_t {
 };
 
 // Which cores a kernel runs on. The twin has AI-vector cores only, whatever the kernel asks for.
-enum class KernelType : uint8_t { KERNEL_TYPE_AIV_ONLY, KERNEL_TYPE_MIX_AIV_1_0, KERNEL_TYPE_MAX };
+enum KernelMetaType { KERNEL_TYPE_AIV_ONLY, KERNEL_TYPE_MIX_AIV_1_0 };
+constexpr bool is_kernel_type(KernelMetaType) { return true; }
 
 enum class CMPMODE : uint8_t { LT, GT, EQ, LE, GE, NE };
 enum class SELMODE : uint8_t { VSEL_CMPMASK_SPR, VSEL_TENSOR_SCALAR_MODE, VSEL_TENSOR_TENSOR_MODE };

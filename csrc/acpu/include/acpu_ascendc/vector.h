@@ -79,7 +79,9 @@ void binary(const char* api, const Loc& loc, const LocalTensor<T>& dst, const Lo
                {ub_access("dst", true, dst, bytes), ub_access("src0", false, src0, bytes),
                 ub_access("src1", false, src1, bytes)},
                [=] {
-                 for (uint64_t at = 0; at < bytes; at += sizeof(T)) store<T>(d + at, f(load<T>(a + at), load<T>(b + at)));
+                 for (uint64_t at = 0; at < bytes; at += sizeof(T)) {
+                   store<T>(d + at, f(load<T>(a + at), load<T>(b + at)));
+                 }
                });
 }
 
