@@ -5,8 +5,8 @@ All integers are little-endian. A file is::
     "KVTRACE1"  u32 length  u32 crc32  header: a JSON object of `length` bytes
     records:    u8 kind     u32 length  u32 crc32  payload of `length` bytes
 
-The checksum is of the header; in records, of the kind's byte and the payload. A process that dies leaves at worst a partial last record: readers
-stop before it. Kinds:
+The checksum is of the header; in records, of the kind's byte and the payload. A process that dies leaves at
+worst a partial last record: readers stop before it. Kinds:
 
 - 1 ``REQUEST``: u32 slot, then the request's id in UTF-8. From here on the slot means that request, of which
   nothing was recorded yet. Slots are reused, so both sides keep state for the live requests only.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.trace.format import Ids, TraceHeader
@@ -21,10 +24,12 @@ logger = get_logger(__name__)
 
 QUEUE_BYTES = 64 << 20
 CLOSE_TIMEOUT_S = 60.0
+MAX_SPARES = 16  # copies' memory kept for the next calls: fresh memory costs a page fault every 4 KiB
 
 
 @dataclass
 class _Call:
+    memory: Ids  # topk is a view of it
     group: int
     step: int
     topk: Ids
@@ -46,6 +51,7 @@ class TraceRecorder:
         self._writer = writer
         self._queue_bytes = queue_bytes
         self._queue: SimpleQueue[_Call | None] = SimpleQueue()
+        self._spares: deque[Ids] = deque(maxlen=MAX_SPARES)
         self._lock = threading.Lock()
         self._waiting_bytes = 0
         self._dropped = 0
@@ -97,8 +103,19 @@ class TraceRecorder:
                 self._dropped += 1
                 return
             self._waiting_bytes += chosen.nbytes
+        memory = self._memory(chosen.size)
+        copied = memory[: chosen.size].reshape(chosen.shape)
+        np.copyto(copied, chosen)
         lengths = seq_lens.numpy().copy()
-        self._queue.put(_Call(group, step, chosen.copy(), starts.copy(), lengths, tuple(request_ids)))
+        self._queue.put(_Call(memory, group, step, copied, starts.copy(), lengths, tuple(request_ids)))
+
+    def _memory(self, size: int) -> Ids:
+        """int32 [at least size], used before where possible."""
+        try:
+            spare = self._spares.pop()
+        except IndexError:
+            return np.empty(size, np.int32)
+        return spare if size <= len(spare) <= 2 * size else np.empty(size, np.int32)
 
     def close(self) -> None:
         """Writes what is waiting and ends the file. Does nothing the second time; never raises."""
@@ -122,6 +139,7 @@ class TraceRecorder:
                     self._fail(error)
             with self._lock:
                 self._waiting_bytes -= call.topk.nbytes
+            self._spares.append(call.memory)
         try:
             self._note_drops()
             self._writer.close()
