@@ -145,10 +145,11 @@ class PlanOut:
         self.miss_positions: Final = torch.full(
             (max_requests if compact else 0, capacity), -1, dtype=torch.int32
         )
-        self.handle: Final = _C.PlanOut(*self._buffers)
+        self.handle: Final = _C.PlanOut(*self.buffers)
 
     @property
-    def _buffers(self) -> tuple[torch.Tensor, ...]:
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """All of them, in the order in which they are listed above."""
         return (
             self.slots,
             self.new_slots,
@@ -163,4 +164,4 @@ class PlanOut:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(int(buffer.nbytes) for buffer in self._buffers)
+        return sum(int(buffer.nbytes) for buffer in self.buffers)
