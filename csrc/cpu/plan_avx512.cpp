@@ -16,48 +16,52 @@ inline std::uint32_t integer(__mmask16 mask) {
   return value;
 }
 
-// settle_positions for 16 lanes at once. A found mask has one bit, whose number is 31 minus its leading zeros.
-inline std::int32_t* settle_lanes(std::int32_t first, const std::uint32_t* bases, const std::uint32_t* found,
-                                  std::int32_t* slots, std::int32_t* pending) {
-  const __m512i masks = _mm512_load_si512(found);
-  const __m512i way = _mm512_sub_epi32(_mm512_set1_epi32(31), _mm512_lzcnt_epi32(masks));
-  const __m512i slot = _mm512_add_epi32(_mm512_load_si512(bases), way);
-  const __mmask16 missing = _mm512_testn_epi32_mask(masks, masks);
-  _mm512_storeu_si512(slots, _mm512_mask_set1_epi32(slot, missing, kNoSlot));
-  const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  const __m512i positions = _mm512_add_epi32(lane, _mm512_set1_epi32(first));
-  // Compressed in the register and stored whole: the list has room, and storing compressed is slow on some processors.
-  _mm512_storeu_si512(pending, _mm512_maskz_compress_epi32(missing, positions));
-  return pending + __builtin_popcount(integer(missing));
-}
+// What doesn't depend on the number of ways.
+struct Settling {
+  // settle_positions for 16 lanes at once. A found mask has one bit, whose number is 31 minus its leading zeros.
+  static std::int32_t* settle_block(std::int32_t first, const std::uint32_t* bases, const std::uint32_t* found,
+                                    std::int32_t* slots, std::int32_t* pending) {
+    const __m512i masks = _mm512_load_si512(found);
+    const __m512i way = _mm512_sub_epi32(_mm512_set1_epi32(31), _mm512_lzcnt_epi32(masks));
+    const __m512i slot = _mm512_add_epi32(_mm512_load_si512(bases), way);
+    const __mmask16 missing = _mm512_testn_epi32_mask(masks, masks);
+    _mm512_storeu_si512(slots, _mm512_mask_set1_epi32(slot, missing, kNoSlot));
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i positions = _mm512_add_epi32(lane, _mm512_set1_epi32(first));
+    // Compressed in the register and stored whole: the list has room, and storing compressed is slow on some
+    // processors.
+    _mm512_storeu_si512(pending, _mm512_maskz_compress_epi32(missing, positions));
+    return pending + __builtin_popcount(integer(missing));
+  }
 
-// settle_row, 64 slots at a time.
-template <bool kFill>
-inline std::int64_t settle_slots(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots,
+  // 64 slots at a time.
+  template <bool kFill>
+  static std::int64_t settle_row(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots,
                                  std::uint8_t age) {
-  std::int64_t count = 0;
-  for (std::int64_t first = 0; first < slots; first += 64) {
-    const __mmask64 inside = slots - first >= 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << (slots - first)) - 1;
-    const __m512i bytes = _mm512_maskz_loadu_epi8(inside, needed + first);
-    const __mmask64 used = _mm512_test_epi8_mask(bytes, bytes);
-    count += __builtin_popcountll(used);
-    if constexpr (kFill) {
-      if (inside == ~std::uint64_t{0}) {
-        const __m512i old = _mm512_loadu_si512(ages + first);
-        _mm512_storeu_si512(ages + first, _mm512_mask_set1_epi8(old, used, static_cast<char>(age)));
-      } else {
-        _mm512_mask_storeu_epi8(ages + first, used, _mm512_set1_epi8(static_cast<char>(age)));
+    std::int64_t count = 0;
+    for (std::int64_t first = 0; first < slots; first += 64) {
+      const __mmask64 inside = slots - first >= 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << (slots - first)) - 1;
+      const __m512i bytes = _mm512_maskz_loadu_epi8(inside, needed + first);
+      const __mmask64 used = _mm512_test_epi8_mask(bytes, bytes);
+      count += __builtin_popcountll(used);
+      if constexpr (kFill) {
+        if (inside == ~std::uint64_t{0}) {
+          const __m512i old = _mm512_loadu_si512(ages + first);
+          _mm512_storeu_si512(ages + first, _mm512_mask_set1_epi8(old, used, static_cast<char>(age)));
+        } else {
+          _mm512_mask_storeu_epi8(ages + first, used, _mm512_set1_epi8(static_cast<char>(age)));
+        }
       }
     }
+    return count;
   }
-  return count;
-}
+};
 
 template <int W>
 struct Lanes;
 
 template <>
-struct Lanes<16> {
+struct Lanes<16> : Settling {
   static std::uint32_t match(const std::int32_t* tags, std::int32_t id) {
     return integer(_mm512_cmpeq_epi32_mask(_mm512_loadu_si512(tags), _mm512_set1_epi32(id)));
   }
@@ -85,23 +89,13 @@ struct Lanes<16> {
     store(ages, _mm_add_epi8(load(ages), step));
   }
 
-  static std::int32_t* settle_block(std::int32_t first, const std::uint32_t* bases, const std::uint32_t* found,
-                                    std::int32_t* slots, std::int32_t* pending) {
-    return settle_lanes(first, bases, found, slots, pending);
-  }
-
-  template <bool kFill>
-  static std::int64_t settle_row(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots, std::uint8_t age) {
-    return settle_slots<kFill>(ages, needed, slots, age);
-  }
-
  private:
   static __m128i load(const std::uint8_t* ages) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(ages)); }
   static void store(std::uint8_t* ages, __m128i value) { _mm_storeu_si128(reinterpret_cast<__m128i*>(ages), value); }
 };
 
 template <>
-struct Lanes<32> {
+struct Lanes<32> : Settling {
   static std::uint32_t match(const std::int32_t* tags, std::int32_t id) {
     return Lanes<16>::match(tags, id) | Lanes<16>::match(tags + 16, id) << 16;
   }
@@ -124,16 +118,6 @@ struct Lanes<32> {
 
   static void add(std::uint8_t* ages, std::uint32_t ways, std::uint8_t delta) {
     store(ages, _mm256_add_epi8(load(ages), _mm256_maskz_set1_epi8(ways, static_cast<char>(delta))));
-  }
-
-  static std::int32_t* settle_block(std::int32_t first, const std::uint32_t* bases, const std::uint32_t* found,
-                                    std::int32_t* slots, std::int32_t* pending) {
-    return settle_lanes(first, bases, found, slots, pending);
-  }
-
-  template <bool kFill>
-  static std::int64_t settle_row(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots, std::uint8_t age) {
-    return settle_slots<kFill>(ages, needed, slots, age);
   }
 
  private:

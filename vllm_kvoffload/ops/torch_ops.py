@@ -4,8 +4,8 @@ Importing this module registers them; :mod:`vllm_kvoffload.ops` does not. They t
 them they write, and return nothing. Elsewhere the plain functions of :mod:`vllm_kvoffload.ops` are better: a
 custom op's dispatch costs some 10 us more.
 
-Inductor (torch 2.13) drops a bare copy (``clone``, ``copy_``) of a buffer between two custom ops that write it,
-whichever ops they are: the copy then shows the later write. A result computed from the buffer is right.
+Inductor (torch 2.13) drops a bare copy (``clone``, ``copy_``) of a buffer between two custom ops that write
+it, whichever ops they are: the copy then shows the later write. A result computed from the buffer is right.
 
 Arguments and errors are those of the plain functions. A :class:`~vllm_kvoffload.ops.Residency` is passed as
 its four tensors and its policy, a :class:`~vllm_kvoffload.ops.PlanOut` as its buffers in the order of
