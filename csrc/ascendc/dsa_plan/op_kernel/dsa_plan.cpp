@@ -1,0 +1,44 @@
+// dsa_plan: which slots of its hot-pool row each request's top-k ids have, and which ids must be fetched. Three phases
+// with all cores in step between them: parts of rows, rows, totals. Arguments: see PlanArguments.
+#include "kernel_operator.h"
+
+#include "plan_rows.h"
+#include "plan_sets.h"
+#include "plan_totals.h"
+
+namespace kvoffload::ascendc {
+
+__aicore__ inline void dsa_plan(const PlanArguments& args, const PlanTiling& tiling) {
+  AscendC::TPipe pipe;
+  {
+    PlanSets sets;
+    sets.init(pipe, args, tiling);
+    sets.run();
+  }
+  AscendC::SyncAll();
+  pipe.Reset();
+  {
+    PlanRows rows;
+    rows.init(pipe, args, tiling);
+    rows.run();
+  }
+  AscendC::SyncAll();
+  if (AscendC::GetBlockIdx() != 0) return;
+  pipe.Reset();
+  PlanTotals totals;
+  totals.init(pipe, args, tiling);
+  totals.run();
+}
+
+}  // namespace kvoffload::ascendc
+
+extern "C" __global__ __aicore__ void kvoffload_dsa_plan(
+    GM_ADDR topk, GM_ADDR query_start_loc, GM_ADDR seq_lens, GM_ADDR rows, GM_ADDR tags, GM_ADDR ages, GM_ADDR hands,
+    GM_ADDR high, GM_ADDR slots, GM_ADDR new_slots, GM_ADDR miss_ids, GM_ADDR miss_slots, GM_ADDR miss_counts,
+    GM_ADDR stats, GM_ADDR kinds, GM_ADDR miss_positions, GM_ADDR workspace,
+    kvoffload::ascendc::PlanTiling tiling) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
+  kvoffload::ascendc::dsa_plan({topk, query_start_loc, seq_lens, rows, tags, ages, hands, high, slots, new_slots,
+                                miss_ids, miss_slots, miss_counts, stats, kinds, miss_positions, workspace},
+                               tiling);
+}

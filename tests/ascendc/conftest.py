@@ -1,0 +1,9 @@
+from __future__ import annotations
+
+import pytest
+from twin_kernels import Kernels, build
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Kernels:
+    return Kernels(build())
