@@ -193,7 +193,7 @@ def results_table(trace: str, results: Sequence[Result]) -> Table:
     """Hit percentages: a policy per line, a pool size per column."""
     pools = sorted({result.slots for result in results if result.slots})
     steps = results[0].steps if results else 0
-    title = f"{trace}: hits in per cent, {steps:,} request steps"
+    title = f"{trace}, {steps:,} steps: hits in %"
     table = Table("policy", *(f"{slots:,}" for slots in pools), title=title, title_justify="left")
     for policy in dict.fromkeys(result.policy for result in results):
         own = {result.slots: f"{result.hit_percent:.2f}" for result in results if result.policy == policy}

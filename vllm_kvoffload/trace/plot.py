@@ -12,8 +12,9 @@ from vllm_kvoffload.trace.simulator import Result
 
 EXTRA = "plots"
 COLUMNS = 3
-# The product's policies in full lines, the references' broken: colours are told apart by few people at 13.
+# Full lines: the product's policies; broken: references. Markers too, because 13 colours look alike.
 MARKERS = "osv^Dx+"
+COLOURS = "tab20"
 
 
 class MissingMatplotlib(Exception):
@@ -31,13 +32,14 @@ def plot(results: Sequence[Result], path: Path) -> None:
         raise MissingMatplotlib(
             f"matplotlib is not installed; install the extra: pip install 'vllm-kvoffload[{EXTRA}]'"
         ) from error
+    colours = importlib.import_module("matplotlib").colormaps[COLOURS]
     traces = list(dict.fromkeys(result.trace for result in results))
     columns = min(COLUMNS, len(traces))
     rows = math.ceil(len(traces) / columns)
     figure = figure_module.Figure(figsize=(5 * columns, 3.8 * rows + 1.2), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis, trace in zip(axes, traces, strict=False):
-        _panel(axis, trace, [result for result in results if result.trace == trace])
+        _panel(axis, trace, [result for result in results if result.trace == trace], colours)
     for axis in axes[len(traces) :]:
         axis.set_visible(False)
     handles, labels = axes[0].get_legend_handles_labels()
@@ -45,15 +47,15 @@ def plot(results: Sequence[Result], path: Path) -> None:
     figure.savefig(path, format="png", dpi=120)
 
 
-def _panel(axis: Any, trace: str, results: Sequence[Result]) -> None:
+def _panel(axis: Any, trace: str, results: Sequence[Result], colours: Any) -> None:
     pools = sorted({result.slots for result in results if result.slots})
     for number, policy in enumerate(dict.fromkeys(result.policy for result in results)):
         own = sorted((r for r in results if r.policy == policy), key=lambda result: result.slots)
         if own[0].slots:
             style = "-" if "/" in policy else "--"
-            marker = MARKERS[number % len(MARKERS)]
+            look = {"marker": MARKERS[number % len(MARKERS)], "markersize": 4, "color": colours(number % 20)}
             sizes = [result.slots for result in own]
-            axis.plot(sizes, [r.hit_percent for r in own], style, marker=marker, markersize=4, label=policy)
+            axis.plot(sizes, [result.hit_percent for result in own], style, label=policy, **look)
         else:
             axis.axhline(own[0].hit_percent, color="grey", linestyle=":", label=policy)
     axis.set_title(trace)
