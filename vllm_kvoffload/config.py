@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 SECTION = "sparse_kv_offload_config"
@@ -51,6 +52,8 @@ class SparseOffloadConfig:
     delivery: how attention gets the chosen rows: "in_place" in the hot pool itself, "compact" (slower, there
         to compare with published behaviour) in a copy from which the pool is refilled afterwards.
     prefill_buffers: layer buffers that prefill streams through on an engine without KV transfer.
+    trace_path: new file that the chosen top-k ids are recorded in (see `kvoffload trace`); "" for none. A DP
+        rank n other than 0 adds ".dpn" to the name.
     """
 
     enabled: bool = False
@@ -61,6 +64,7 @@ class SparseOffloadConfig:
     policy: str = "rrip"
     delivery: str = "in_place"
     prefill_buffers: int = 2
+    trace_path: str = ""
 
     @property
     def dram_bytes(self) -> int:
@@ -198,6 +202,14 @@ def _one_of(choices: Sequence[str], default: str) -> Callable[[str, object], str
     return check
 
 
+def _path(key: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(key, value, "must be a string", 'write a path in quotes, or "" for none')
+    if value and not Path(value).absolute().parent.is_dir():
+        raise ConfigError(key, value, "its directory does not exist", f"create {Path(value).parent}")
+    return value
+
+
 _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "enabled": _bool,
     "topk_buffer_size": _int(1),
@@ -207,6 +219,7 @@ _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "policy": _one_of(POLICIES, "rrip"),
     "delivery": _one_of(DELIVERIES, "in_place"),
     "prefill_buffers": _int(2, 8),
+    "trace_path": _path,
 }
 
 

@@ -76,6 +76,7 @@ def test_every_key_is_read():
         "policy": "clock",
         "delivery": "in_place",
         "prefill_buffers": 8,
+        "trace_path": "trace.kvt",
     }
     assert parse_sparse_offload(section(**keys)) == SparseOffloadConfig(**keys)
 
@@ -106,6 +107,8 @@ def test_every_key_is_read():
         ("delivery", "compactly", "must be one of in_place, compact", 'set it to "compact"'),
         ("delivery", "copy", "must be one of in_place, compact", 'set it to "in_place"'),
         ("prefill_buffers", 1, "must be from 2 to 8", "set it to 2"),
+        ("trace_path", None, "must be a string", '"" for none'),
+        ("trace_path", "/no/such/dir/a.kvt", "its directory does not exist", "create /no/such/dir"),
         ("prefill_buffers", 9, "must be from 2 to 8", "set it to 8"),
         ("topk_bufer_size", 4096, "did you mean 'topk_buffer_size'?", "rename it to 'topk_buffer_size'"),
         (

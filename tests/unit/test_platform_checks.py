@@ -52,8 +52,14 @@ def test_the_users_choices_survive(checkpoint: Path) -> None:
         (OFFLOAD, {"num_gpu_blocks_override": 1 << 20}, "num_gpu_blocks_override=1048576"),
         (
             OFFLOAD,
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
-            "speculative_config=",
+            {
+                "speculative_config": {
+                    "method": "ngram_gpu",
+                    "num_speculative_tokens": 2,
+                    "prompt_lookup_max": 2,
+                }
+            },
+            "speculative_config.method='ngram_gpu'",
         ),
         (
             OFFLOAD,

@@ -72,6 +72,7 @@ class Bench:
             prefill=(),
             decode_late=False,
             fresh=(),
+            decode_ids=("a", "b"),
             decode_tokens=torch.arange(2),
             token_rows=rows,
             first_slots=(rows.long() * 16).unsqueeze(1),

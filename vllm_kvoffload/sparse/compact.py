@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from vllm_kvoffload import ops
@@ -106,8 +107,9 @@ class PublishedPlanner:
             self._out,
         )
         self._replay(pool, step, step.decode_rows, metadata_update=False)
-        kinds = self.kinds[: len(topk), :, 0]
-        stats.hits += int((kinds == ops.Kind.POOL_HIT).sum())
+        kinds, numbers = self.kinds[: len(topk)].unbind(-1)
+        slots = (numbers + step.first_slots)[kinds == ops.Kind.POOL_HIT]
+        stats.hits += np.unique(slots.numpy()).size  # once for each row, as everywhere
         stats.misses += int(self.miss_counts[: len(step.decode_rows)].sum())
 
     def reads_own_rows(self, step: StepState) -> bool:

@@ -29,6 +29,7 @@ from vllm_kvoffload.sparse.rows import RowLease, RowTable
 from vllm_kvoffload.sparse.stats import OffloadStats
 from vllm_kvoffload.sparse.step import StepBatch
 from vllm_kvoffload.sparse.step_state import PrefillSpan, StepState
+from vllm_kvoffload.trace.recorder import TraceRecorder
 
 DEADLINE_S = 60.0
 """Bound of every wait for a copy; copies take milliseconds, so this only ends what is stuck."""
@@ -46,6 +47,7 @@ class SparseKVManager:
         runtime: streams for the copies.
         writer: whether this rank writes the host pool.
         barrier: collective over TP ranks, None for one.
+        recorder: gets the decoding requests' choices, None for nobody.
     """
 
     def __init__(
@@ -60,10 +62,12 @@ class SparseKVManager:
         runtime: Runtime,
         writer: bool = True,
         barrier: Callable[[], None] | None = None,
+        recorder: TraceRecorder | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         self.geometry = geometry
         self.max_query_len = 1 + geometry.num_speculative_tokens
+        self._recorder = recorder
         self._stats = OffloadStats()
         self.rows = RowTable(max_num_seqs)
         self.hot = HotPool(
@@ -177,7 +181,8 @@ class SparseKVManager:
     def _sort(self, batch: StepBatch, fresh: tuple[str, ...], late: npt.NDArray[np.bool_]) -> StepState:
         is_decode, computed = batch.query_lens <= self.max_query_len, batch.computed
         decode, starts = np.flatnonzero(is_decode), batch.query_start_loc
-        leases = tuple(self._row(batch.req_ids[n], batch) for n in decode)
+        names = tuple(batch.req_ids[n] for n in decode)
+        leases = tuple(self._row(name, batch) for name in names)
         rows = np.array([lease.row for lease in leases], dtype=np.int32)
         lengths = batch.query_lens[decode]
         start_loc = np.zeros(len(decode) + 1, dtype=np.int32)
@@ -192,6 +197,7 @@ class SparseKVManager:
             ),
             decode_late=bool(late[decode].any()),
             fresh=fresh,
+            decode_ids=names,
             decode_tokens=torch.from_numpy(tokens.astype(np.int64)),
             token_rows=token_rows,
             first_slots=(token_rows.long() * self.hot.num_slots).unsqueeze(1),
@@ -262,7 +268,12 @@ class SparseKVManager:
         group = self.geometry.group_of(layer)
         pool = self.hot.groups[group.index]
         if group.owner == layer:
-            self.delivery.plan(pool, topk[self.step.decode_tokens], self.step)
+            step, chosen = self.step, topk[self.step.decode_tokens]
+            if self._recorder is not None:
+                self._recorder.record(
+                    group.index, chosen, step.decode_start_loc, step.decode_seq_lens, step.decode_ids
+                )
+            self.delivery.plan(pool, chosen, step)
             pool.unserved = len(group.layers)
             self._planned = group.index
         elif self._planned != group.index:

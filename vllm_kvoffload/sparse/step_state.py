@@ -31,6 +31,7 @@ class StepState:
         decode: batch indices of the decoding requests; prefill: the others.
         decode_late: whether a decoding request's prefix is written in this very step.
         fresh: requests that had not run before.
+        decode_ids: N' request ids.
         decode_tokens: int64 [T'] query tokens of the step; token_rows: int32 [T'] their rows.
         first_slots: int64 [T', 1] flat number of the first slot of each token's row.
         decode_start_loc: int32 [N'+1]; decode_seq_lens, decode_rows: int32 [N'].
@@ -42,6 +43,7 @@ class StepState:
     prefill: tuple[PrefillSpan, ...]
     decode_late: bool
     fresh: tuple[str, ...]
+    decode_ids: tuple[str, ...]
     decode_tokens: torch.Tensor
     token_rows: torch.Tensor
     first_slots: torch.Tensor

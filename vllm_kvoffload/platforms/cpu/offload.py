@@ -18,6 +18,7 @@ from vllm_kvoffload.runtime.cpu import CpuRuntime
 from vllm_kvoffload.sparse.capacity import CapacityPlan
 from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
 from vllm_kvoffload.sparse.manager import DEADLINE_S, SparseKVManager
+from vllm_kvoffload.trace import TraceHeader, TraceRecorder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,6 +64,22 @@ def rank_barrier(group: torch.distributed.ProcessGroup) -> Callable[[], None]:
     return barrier
 
 
+def open_recorder(
+    vllm_config: VllmConfig, config: SparseOffloadConfig, geometry: KVGeometry
+) -> TraceRecorder | None:
+    """The recorder of `trace_path`, None without one. Raises TraceError: the file can't be made."""
+    if not config.trace_path:
+        return None
+    rank = vllm_config.parallel_config.data_parallel_index
+    header = TraceHeader(
+        model_name=vllm_config.model_config.model,
+        index_topk=geometry.index_topk,
+        num_groups=len(geometry.groups),
+        block_size=vllm_config.cache_config.block_size,
+    )
+    return TraceRecorder.open(config.trace_path + (f".dp{rank}" if rank else ""), header)
+
+
 class CPUOffload:
     """One worker's offload: everything it owns is freed by :meth:`close`.
 
@@ -77,6 +94,7 @@ class CPUOffload:
         block_size = vllm_config.cache_config.block_size
         group = get_tp_group()
         self.keep_device = config.keep_device_kv_cache
+        self._recorder = open_recorder(vllm_config, config, geometry) if group.rank_in_group == 0 else None
         self._runtime = CpuRuntime()
         self._pool = self._open_pool(geometry, config, block_size, num_blocks)
         self.manager = SparseKVManager(
@@ -89,6 +107,7 @@ class CPUOffload:
             runtime=self._runtime,
             writer=group.rank_in_group == 0,
             barrier=rank_barrier(group.cpu_group) if group.world_size > 1 else None,
+            recorder=self._recorder,
         )
         self._channel = StatsChannel(
             vllm_config.instance_id, vllm_config.parallel_config.data_parallel_index, group.rank_in_group
@@ -147,6 +166,8 @@ class CPUOffload:
     def close(self) -> None:
         """Finishes what is in flight, stops the threads, frees the pool."""
         self._channel.close()
+        if self._recorder is not None:
+            self._recorder.close()
         try:
             self._runtime.shutdown()
         finally:

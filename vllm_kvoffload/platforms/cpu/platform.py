@@ -123,6 +123,7 @@ def check_offload(vllm_config: VllmConfig, index_topk: int | None) -> None:
             plan = capacity_of(vllm_config, config, device_bytes)
             if memory_is_still_free():
                 check_machine_memory(plan)
+                check_trace_path(config)
     except ConfigError as error:
         refuse(error)
 
@@ -153,6 +154,15 @@ def check_not_available_yet(vllm_config: VllmConfig) -> None:
         rule = "KV transfer is not available with the offload yet"
         connector = vllm_config.kv_transfer_config.kv_connector
         raise ConfigError("kv_transfer_config", connector, rule, "leave --kv-transfer-config out")
+
+
+def check_trace_path(config: SparseOffloadConfig) -> None:
+    """Refuses to record into a file that is there already. Raises ConfigError."""
+    if config.trace_path and os.path.exists(config.trace_path):
+        rule = "the file exists; a trace is never overwritten"
+        raise ConfigError(
+            f"{SECTION}.trace_path", config.trace_path, rule, "remove it, or choose another name"
+        )
 
 
 def check_machine_memory(plan: CapacityPlan) -> None:
