@@ -11,6 +11,8 @@ import pytest
 from lab import Result
 from test_mtp_baseline import assert_same_tokens, draft_counts, mtp
 
+from vllm_kvoffload.sparse.offloaded import OffloadedKV
+
 pytestmark = pytest.mark.slow
 
 ORDINARY = ["short", "long", "mixed", "prefix", "abort", "churn"]
@@ -66,3 +68,82 @@ def test_a_request_as_long_as_the_model(lab, model):
     result = lab.run("full", model, {"topk_buffer_size": 256}, **mtp(3))
     assert any(set(ids) == {0} for step in result.trace.drafts for ids in step.values())
     assert_same_tokens(result.outcomes, reference.outcomes)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        mtp(2, index_share_for_mtp_iteration=False),
+        mtp(3, disable_padded_drafter_batch=True),
+        {**mtp(3), "block_size": 16, "max_num_batched_tokens": 100},
+        {**mtp(1), "enforce_eager": False, "compilation_config": {"mode": 3}},
+    ],
+    ids=["every draft chooses", "no padding", "small blocks and chunks", "compiled"],
+)
+def test_other_ways_to_draft(lab, options):
+    results = compare_all(lab, ["mixed", "prefix"], "glm-tiny-mtp", {"topk_buffer_size": 256}, **options)
+    assert draft_counts(*results)[1] > 0
+    if "compilation_config" in options:
+        lab.close()  # a compiled engine's threads and memory are of no use to the next test
+
+
+def test_a_prefix_of_the_same_step(lab):
+    for options in (mtp(1), mtp(3)):
+        result = compare(lab, "late", "glm-tiny-mtp", {"topk_buffer_size": 256}, **options)
+        assert [outcome.cached_tokens for outcome in result.outcomes] == [0, 576, 576, 0, 576]
+
+
+def test_every_hot_row_of_the_draft_layer(lab, monkeypatch):
+    compared = []
+    original = OffloadedKV._compare
+
+    def watched(self, *args):
+        compared.append(self._layer)
+        original(self, *args)
+
+    monkeypatch.setattr(OffloadedKV, "_compare", watched)
+    keep = {"topk_buffer_size": 256, "keep_device_kv_cache": True}
+    for model, draft_layer in (("glm-tiny-mtp", 4), ("dsv32-tiny-mtp", 3)):
+        compare(lab, "mixed", model, keep, **mtp(3))
+        assert compared.count(draft_layer) > 1.5 * compared.count(0)
+        compared.clear()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_delays(lab, monkeypatch, seed):
+    workloads = ["mixed", "prefix", "abort"]
+    for workload in workloads:
+        lab.reference(workload, "glm-tiny-mtp", **mtp(3))
+    monkeypatch.setenv("KVOFFLOAD_RUNTIME_DELAY", f"{seed}:8")
+    for workload in workloads:
+        # a copy of the options: an engine of its own, which sees the variable
+        offload = {"topk_buffer_size": 256, "prefill_buffers": 2 + seed % 2}
+        compare(lab, workload, "glm-tiny-mtp", offload, **mtp(3))
+    lab.close()
+
+
+class SlowWrites:
+    """Delays every write into the host pool by more than a draft pass takes."""
+
+    def delay_s(self, _stream, _task, edge):
+        return 0.02 if edge == "before" else 0.0
+
+
+def test_drafts_wait_for_what_the_pass_before_has_written(lab, monkeypatch):
+    offload = {"topk_buffer_size": 256}
+    lab.reference("mixed", "glm-tiny-mtp", **mtp(3))  # before, so that the engine below stays
+    manager = lab.engine("glm-tiny-mtp", offload, **mtp(3)).manager
+    monkeypatch.setattr(manager.store._stream._lane, "_delays", SlowWrites())
+    right = compare(lab, "mixed", "glm-tiny-mtp", offload, **mtp(3))
+
+    begin_draft = manager.begin_draft
+
+    def careless(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(manager.store, "await_own_writes", lambda _layer: None)
+            begin_draft(*args)
+
+    monkeypatch.setattr(manager, "begin_draft", careless)
+    wrong = lab.run("mixed", "glm-tiny-mtp", offload, **mtp(3))
+    assert wrong.trace.drafts != right.trace.drafts
+    assert_same_tokens(wrong.outcomes, right.outcomes)  # a draft is but a draft
