@@ -14,6 +14,8 @@ bool supported(Isa isa) {
            __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("bmi");
   }
+#elif defined(KVOFFLOAD_NEON)
+  if (isa == Isa::kNeon) return true;
 #endif
   return isa == Isa::kPortable;
 }
@@ -29,6 +31,7 @@ std::string_view isa_name(Isa isa) {
   switch (isa) {
     case Isa::kAvx2: return "avx2";
     case Isa::kAvx512: return "avx512";
+    case Isa::kNeon: return "neon";
     case Isa::kPortable: break;
   }
   return "portable";
@@ -36,7 +39,7 @@ std::string_view isa_name(Isa isa) {
 
 std::vector<Isa> available_isas() {
   std::vector<Isa> isas;
-  for (Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512}) {
+  for (Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kNeon}) {
     if (supported(isa)) isas.push_back(isa);
   }
   return isas;

@@ -7,7 +7,7 @@
 
 namespace kvoffload {
 
-enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kNeon = 3 };
 
 std::string_view isa_name(Isa isa);
 std::vector<Isa> available_isas();  // worst first; compiled in and supported by this processor

@@ -52,6 +52,8 @@ PlanRequestFn select_planner(const ResidencyView& residency) {
 #if defined(KVOFFLOAD_X86)
   if (current_isa() == Isa::kAvx512) return avx512_planner(residency.policy, residency.ways);
   if (current_isa() == Isa::kAvx2) return avx2_planner(residency.policy, residency.ways);
+#elif defined(KVOFFLOAD_NEON)
+  if (current_isa() == Isa::kNeon) return neon_planner(residency.policy, residency.ways);
 #endif
   return portable_planner(residency.policy, residency.ways);
 }

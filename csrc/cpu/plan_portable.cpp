@@ -1,4 +1,4 @@
-// Vector primitives of the plan in plain C++; the only path on processors other than x86-64.
+// Vector primitives of the plan in plain C++, for any processor.
 #include <cstdint>
 
 #include "lanes.h"

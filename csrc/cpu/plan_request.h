@@ -44,5 +44,6 @@ using PlanRequestFn = void (*)(const RequestJob&, const Scratch&, PlanStats&);
 PlanRequestFn portable_planner(Policy policy, int ways);
 PlanRequestFn avx2_planner(Policy policy, int ways);
 PlanRequestFn avx512_planner(Policy policy, int ways);
+PlanRequestFn neon_planner(Policy policy, int ways);
 
 }  // namespace kvoffload

@@ -1,6 +1,7 @@
 // Random steps on the core without Python, for sanitizers. Each round simulates a few requests on one residency with
 // real rows: after every step each attended row must be its token's, delivered in place, compact or gathered. Buffers
 // are allocated exactly, so that a single byte out of bounds is seen. Damaged arguments must be refused, never crash.
+// Every instruction set of the machine runs the same rounds and must write the same bytes.
 //
 //   ops_fuzz [rounds] [seed] [threads]
 #include <algorithm>
@@ -67,7 +68,8 @@ class Round {
     status_.assign(static_cast<std::size_t>(rows_ * query_len_ * (width_ + 1)), 0);
   }
 
-  void run(int steps) {
+  // Returns a digest of everything the steps wrote.
+  std::uint64_t run(int steps) {
     for (int i = 0; i < steps; ++i) {
       draw_step();
       if (below(8) == 0) {
@@ -76,6 +78,7 @@ class Round {
         step();
       }
     }
+    return digest_;
   }
 
  private:
@@ -178,6 +181,21 @@ class Round {
     gather_selection(host(), requests(), gather());
     for (std::int64_t n = 0; n < rows_; ++n) check_request(n);
     conformance();
+    digest();
+  }
+
+  template <class T>
+  void digest(const std::vector<T>& values) {
+    for (const T value : values) digest_ = (digest_ ^ static_cast<std::uint64_t>(value)) * 1099511628211u;
+  }
+
+  void digest() {
+    for (const Ints* list : {&tags_, &high_, &slots_, &new_slots_, &miss_ids_, &miss_slots_, &miss_counts_,
+                             &miss_positions_, &kinds_, &status_, &lengths_of_, &seed_tags_}) {
+      digest(*list);
+    }
+    for (const auto* bytes : {&ages_, &hands_, &hot_, &selection_, &gathered_, &seed_hands_}) digest(*bytes);
+    digest(stats_);
   }
 
   // Its own small residency: the mode needs 16 ways and fifo. Its results are compared elsewhere.
@@ -282,6 +300,7 @@ class Round {
 
   std::mt19937_64 random_;
   std::int64_t ways_, sets_, query_len_, width_, rows_, tokens_ = 0, version_ = 0;
+  std::uint64_t digest_ = 14695981039346656037u;
   Policy policy_;
   bool compact_ = false;
   Workspace kept_;
@@ -291,8 +310,8 @@ class Round {
   std::vector<std::int64_t> stats_, versions_, stable_;
 };
 
-void fuzz(int rounds, std::uint64_t seed) {
-  for (int i = 0; i < rounds; ++i) Round(seed + static_cast<std::uint64_t>(i)).run(12);
+void fuzz(int rounds, std::uint64_t seed, std::uint64_t* digest) {
+  for (int i = 0; i < rounds; ++i) *digest = *digest * 31 + Round(seed + static_cast<std::uint64_t>(i)).run(12);
 }
 
 }  // namespace
@@ -301,11 +320,18 @@ int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 500;
   const std::uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
   const int threads = argc > 3 ? std::atoi(argv[3]) : 1;
+  std::vector<std::uint64_t> expected;
   for (Isa isa : available_isas()) {
     set_isa(std::string(isa_name(isa)));
+    std::vector<std::uint64_t> digests(static_cast<std::size_t>(threads), 0);
     std::vector<std::thread> workers;
-    for (int i = 0; i < threads; ++i) workers.emplace_back(fuzz, rounds, seed + static_cast<std::uint64_t>(i) * 1000003);
+    for (int i = 0; i < threads; ++i) {
+      workers.emplace_back(fuzz, rounds, seed + static_cast<std::uint64_t>(i) * 1000003,
+                           &digests[static_cast<std::size_t>(i)]);
+    }
     for (std::thread& worker : workers) worker.join();
+    if (expected.empty()) expected = digests;
+    expect(digests == expected, "all instruction sets write the same bytes");
     std::printf("%s: %d rounds on %d threads\n", std::string(isa_name(isa)).c_str(), rounds, threads);
   }
   return 0;

@@ -1,4 +1,4 @@
-"""The core under address, undefined-behaviour and thread sanitizers: a build and a short fuzz run."""
+"""The core built apart from Python, and a short fuzz run: under sanitizers, and for aarch64 in an emulator."""
 
 from __future__ import annotations
 
@@ -22,3 +22,28 @@ def test_core_is_clean(tmp_path: Path, sanitizer: str) -> None:
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "portable: 60 rounds on 2 threads" in result.stdout
+
+
+CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    not all(map(shutil.which, ("cmake", CROSS_COMPILER, EMULATOR))),
+    reason=f"needs cmake, {CROSS_COMPILER} and {EMULATOR}",
+)
+def test_neon_writes_the_same_bytes(tmp_path: Path) -> None:
+    options = ["-DKVOFFLOAD_BUILD_MODULE=OFF", "-DKVOFFLOAD_BUILD_FUZZ=ON", "-DCMAKE_BUILD_TYPE=Release"]
+    target = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"]
+    compiler = f"-DCMAKE_CXX_COMPILER={CROSS_COMPILER}"
+    root = SCRIPT.parents[1]
+    for command in (
+        ["cmake", "-S", str(root), "-B", str(tmp_path), *options, *target, compiler],
+        ["cmake", "--build", str(tmp_path), "--parallel", "2"],
+    ):
+        subprocess.run(command, check=True, capture_output=True)
+    command = [EMULATOR, "-L", "/usr/aarch64-linux-gnu", str(tmp_path / "ops_fuzz"), "300"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "neon: 300 rounds" in result.stdout

@@ -219,7 +219,7 @@ def host_read(
 
 
 def available_isas() -> list[str]:
-    """Instruction sets compiled in and supported here, slowest first: of portable, avx2, avx512."""
+    """Instruction sets compiled in and supported here, slowest first: of portable, avx2, avx512, neon."""
     return _C.available_isas()
 
 

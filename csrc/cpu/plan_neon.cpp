@@ -1,0 +1,102 @@
+// Vector primitives of the plan for aarch64, whose every processor has them (Advanced SIMD).
+#include <arm_neon.h>
+
+#include <cstdint>
+
+#include "lanes.h"
+
+namespace kvoffload {
+namespace {
+
+// There is no move-mask: lanes that are all ones or zero keep one bit each, a different one, and are added up.
+inline std::uint32_t mask_of(uint8x16_t lanes) {
+  const uint8x16_t weights = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+  const uint8x16_t bits = vandq_u8(lanes, weights);
+  return vaddv_u8(vget_low_u8(bits)) | static_cast<std::uint32_t>(vaddv_u8(vget_high_u8(bits))) << 8;
+}
+
+// 0xff in every byte whose bit is set in the low 16 bits of `ways`.
+inline uint8x16_t byte_mask(std::uint32_t ways) {
+  const uint8x16_t weights = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+  const uint8x8_t low = vdup_n_u8(static_cast<std::uint8_t>(ways));
+  const uint8x8_t high = vdup_n_u8(static_cast<std::uint8_t>(ways >> 8));
+  return vtstq_u8(vcombine_u8(low, high), weights);
+}
+
+inline std::uint32_t match16(const std::int32_t* tags, int32x4_t id) {
+  const uint32x4_t weights = {1, 2, 4, 8};
+  uint32x4_t bits = vandq_u32(vceqq_s32(vld1q_s32(tags), id), weights);
+  bits = vorrq_u32(bits, vandq_u32(vceqq_s32(vld1q_s32(tags + 4), id), vshlq_n_u32(weights, 4)));
+  bits = vorrq_u32(bits, vandq_u32(vceqq_s32(vld1q_s32(tags + 8), id), vshlq_n_u32(weights, 8)));
+  bits = vorrq_u32(bits, vandq_u32(vceqq_s32(vld1q_s32(tags + 12), id), vshlq_n_u32(weights, 12)));
+  return vaddvq_u32(bits);
+}
+
+template <int W>
+struct Lanes {
+  static std::uint32_t match(const std::int32_t* tags, std::int32_t id) {
+    const int32x4_t wanted = vdupq_n_s32(id);
+    std::uint32_t mask = 0;
+    for (int way = 0; way < W; way += 16) mask |= match16(tags + way, wanted) << way;
+    return mask;
+  }
+
+  static std::uint32_t zero(const std::uint8_t* bytes) {
+    std::uint32_t mask = 0;
+    for (int way = 0; way < W; way += 16) mask |= mask_of(vceqzq_u8(vld1q_u8(bytes + way))) << way;
+    return mask;
+  }
+
+  static std::uint32_t low_bit(const std::uint8_t* ages) { return bit<1>(ages); }
+  static std::uint32_t high_bit(const std::uint8_t* ages) { return bit<2>(ages); }
+
+  static void fill(std::uint8_t* ages, std::uint32_t ways, std::uint8_t value) {
+    for (int way = 0; way < W; way += 16) {
+      vst1q_u8(ages + way, vbslq_u8(byte_mask(ways >> way), vdupq_n_u8(value), vld1q_u8(ages + way)));
+    }
+  }
+
+  static void add(std::uint8_t* ages, std::uint32_t ways, std::uint8_t delta) {
+    for (int way = 0; way < W; way += 16) {
+      const uint8x16_t step = vandq_u8(byte_mask(ways >> way), vdupq_n_u8(delta));
+      vst1q_u8(ages + way, vaddq_u8(vld1q_u8(ages + way), step));
+    }
+  }
+
+  static std::int32_t* settle_block(std::int32_t first, const std::uint32_t* bases, const std::uint32_t* found,
+                                    std::int32_t* slots, std::int32_t* pending) {
+    return settle_positions(first, bases, found, slots, pending);
+  }
+
+  template <bool kFill>
+  static std::int64_t settle_row(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots, std::uint8_t age) {
+    std::int64_t count = 0;
+    for (std::int64_t first = 0; first < slots; first += 16) {
+      const uint8x16_t used = vld1q_u8(needed + first);
+      count += vaddvq_u8(used);
+      if constexpr (kFill) {
+        vst1q_u8(ages + first, vbslq_u8(vceqzq_u8(used), vld1q_u8(ages + first), vdupq_n_u8(age)));
+      }
+    }
+    return count;
+  }
+
+ private:
+  template <int kBit>
+  static std::uint32_t bit(const std::uint8_t* ages) {
+    std::uint32_t mask = 0;
+    for (int way = 0; way < W; way += 16) mask |= mask_of(vtstq_u8(vld1q_u8(ages + way), vdupq_n_u8(kBit))) << way;
+    return mask;
+  }
+};
+
+}  // namespace
+}  // namespace kvoffload
+
+#include "plan_kernel.h"
+
+namespace kvoffload {
+
+PlanRequestFn neon_planner(Policy policy, int ways) { return planner(policy, ways); }
+
+}  // namespace kvoffload
