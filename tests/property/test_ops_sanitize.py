@@ -1,4 +1,4 @@
-"""The core built apart from Python, and a short fuzz run: under sanitizers, and for aarch64 in an emulator."""
+"""The core built apart from Python, fuzzed for a moment: under sanitizers, and for aarch64 in an emulator."""
 
 from __future__ import annotations
 
