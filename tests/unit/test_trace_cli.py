@@ -100,6 +100,27 @@ def test_simulate_chosen_policies_as_json(small):
     assert [(row["policy"], row["steps"]) for row in rows] == [("rrip/16", 16), ("lru", 16)]
 
 
+def test_simulate_a_part(tmp_path):
+    path = tmp_path / "t.kvtrace"
+    with TraceWriter(path, TraceHeader("m", 1, 2, 16)) as writer:
+        for group in (0, 1):
+            for step in range(3 + group):
+                ids, lens = np.array([[1], [2]], np.int32), np.full(2, 10 + step, np.int32)
+                writer.write(group, step, ids, np.array([0, 1, 2], np.int32), lens, ["a", "b"])
+
+    def steps(*options):
+        out = ok("simulate", path, "--pool", 16, "--policy", "lru", "--json", *options).stdout
+        return json.loads(out)[0]["steps"]
+
+    assert steps() == 14
+    assert steps("--group", 1) == 8
+    assert steps("--requests", 1) == 7
+    assert steps("--group", 0, "--requests", 1) == 3
+    none = trace("simulate", path, "--group", 7)
+    assert none.exit_code == 2
+    assert "no step of the chosen groups" in none.output
+
+
 def test_simulate_says_when_steps_were_lost(tmp_path):
     with TraceWriter(tmp_path / "t.kvtrace", TraceHeader("m", 1, 1, 16)) as writer:
         for step, length in ((0, 10), (1, 11), (5, 15)):

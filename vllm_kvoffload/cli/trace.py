@@ -137,6 +137,10 @@ def simulate(
     policy: Annotated[
         list[str] | None, typer.Option(help="rrip/16, lru, ...; see docs/policies.md. Repeatable.")
     ] = None,
+    group: Annotated[list[int] | None, typer.Option(help="Only this index group. Repeatable.")] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Only so many requests of each group, the first.")
+    ] = None,
     warm_up: Annotated[int, typer.Option(min=0, help="First steps of each request that don't count.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the results, for `kvoffload trace plot`.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -150,7 +154,9 @@ def simulate(
         results: list[Result] = []
         for path in _trace_files(traces):
             reader = _reader(path)
-            streams = streams_of_trace(reader)
+            streams = streams_of_trace(reader, groups=group or (), max_requests=requests)
+            if not streams:
+                raise ValueError(f"{path} has no step of the chosen groups")
             if cut := sum(stream.cut for stream in streams):
                 typer.echo(f"{path}: {cut} of {len(streams)} requests end early, at lost steps", err=True)
             found = list(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -73,23 +74,39 @@ class Stream:
 def _distinct(tokens: tuple[Ids, ...], stable: int) -> tuple[Ids, Ids]:
     """Distinct valid ids by first occurrence: below ``stable``, and the others."""
     valid = [ids[: np.searchsorted(ids, stable + t + 1)] for t, ids in enumerate(tokens)]
-    ids = valid[0]
-    if len(valid) > 1:
-        chained = np.concatenate(valid)
-        _, first = np.unique(chained, return_index=True)
-        ids = chained[np.sort(first)]
+    if len(valid) == 1:
+        (ids,) = valid
+        first_new = int(np.searchsorted(ids, stable))
+        return ids[:first_new], ids[first_new:]
+    chained = np.concatenate(valid)
+    _, first = np.unique(chained, return_index=True)
+    ids = chained[np.sort(first)]
     old = ids < stable
     return ids[old], ids[~old]
 
 
-def streams_of_trace(steps: Iterable[TraceStep]) -> list[Stream]:
-    """All requests of a trace in all its index groups, in order of first appearance."""
+def streams_of_trace(
+    steps: Iterable[TraceStep], *, groups: Collection[int] = (), max_requests: int | None = None
+) -> list[Stream]:
+    """The requests of a trace in its index groups, in order of first appearance.
+
+    Args:
+        groups: only these; empty: all.
+        max_requests: only so many of each group, the first. 2048 ids of a query token take 8 KiB of memory.
+    """
     found: dict[tuple[int, str], Stream] = {}
+    counts: Counter[int] = Counter()
     for step in steps:
+        if groups and step.group not in groups:
+            continue
         for request in step.requests:
             key = (step.group, request.name)
-            stream = found.setdefault(key, Stream(*key))
-            stream.append(request.seq_len, request.ids)
+            if key not in found:
+                if counts[step.group] == max_requests:
+                    continue
+                counts[step.group] += 1
+                found[key] = Stream(*key)
+            found[key].append(request.seq_len, request.ids)
     return list(found.values())
 
 
