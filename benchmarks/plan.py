@@ -3,7 +3,8 @@
 - ``plan/pP/POLICY``: microseconds per row on scored streams; baseline: an exact LRU scanning P slots.
 - ``plan/pP/default``: the same for the default policy.
 - ``plan/hits/pP/POLICY``: distinct ids hit, in per cent; baseline: the exact LRU's.
-- ``plan/policy_cost/POLICY``: at P = 8192; baseline: fifo's cost.
+- ``plan/compact/pP``: the default policy, for compact delivery; baseline: in place.
+- ``plan/policy_cost/POLICY`` and ``default``: at P = 8192; baseline: fifo's cost.
 - ``plan/flat_in_p/pP/rowsR``: the default policy on streams whose misses don't depend on P; baseline: P of
   4096. 64 rows are planned from memory, 8 from a core's cache.
 
@@ -52,11 +53,11 @@ def spread(streams: list[Ids], num_rows: int = ROWS) -> Ids:
 class PlanContender:
     """dsa_plan on a residency of its own."""
 
-    def __init__(self, policy: ops.Policy, slots: int, steps: Ids) -> None:
+    def __init__(self, policy: ops.Policy, slots: int, steps: Ids, *, compact: bool = False) -> None:
         num_rows = steps.shape[1]
         self.steps = [torch.from_numpy(step) for step in steps]
         self.residency = ops.Residency.allocate(num_rows, slots, policy=policy)
-        self.out = ops.PlanOut(num_rows, num_rows, TOPK, 1)
+        self.out = ops.PlanOut(num_rows, num_rows, TOPK, 1, compact=compact)
         self.workspace = ops.Workspace()
         self.starts = torch.arange(num_rows + 1, dtype=torch.int32)
         self.rows = torch.arange(num_rows, dtype=torch.int32)
@@ -105,7 +106,8 @@ def against_lru(slots: int, steps: Ids) -> Iterator[Row]:
     plans = {policy: PlanContender(policy, slots, steps) for policy in ops.POLICIES}
     lru = LruContender(slots, steps)
     contenders: dict[str, Callable[[int], object]] = {policy: plans[policy] for policy in ops.POLICIES}
-    cost = interleave(contenders | {"lru": lru}, WARM_UP, ROUNDS)
+    contenders |= {"lru": lru, "compact": PlanContender(ops.DEFAULT_POLICY, slots, steps, compact=True)}
+    cost = interleave(contenders, WARM_UP, ROUNDS)
     baseline = microseconds_per_row(cost["lru"])
     for policy in ops.POLICIES:
         yield lower_is_better(
@@ -113,14 +115,16 @@ def against_lru(slots: int, steps: Ids) -> Iterator[Row]:
         )
     default = microseconds_per_row(cost[ops.DEFAULT_POLICY])
     yield lower_is_better(f"plan/p{slots}/default", default, "us/row", baseline)
+    compact = microseconds_per_row(cost["compact"])
+    yield lower_is_better(f"plan/compact/p{slots}", compact, "us/row", default)
     for policy, plan in plans.items():
         yield higher_is_better(f"plan/hits/p{slots}/{policy}", plan.hit_percent(), "%", lru.hit_percent())
     if slots == 8192:
+        fifo = microseconds_per_row(cost["fifo"])
         for policy in ops.POLICIES:
             value = microseconds_per_row(cost[policy])
-            yield lower_is_better(
-                f"plan/policy_cost/{policy}", value, "us/row", microseconds_per_row(cost["fifo"])
-            )
+            yield lower_is_better(f"plan/policy_cost/{policy}", value, "us/row", fifo)
+        yield lower_is_better("plan/policy_cost/default", default, "us/row", fifo)
 
 
 def flat_in_p(steps: Ids) -> Iterator[Row]:
