@@ -82,7 +82,8 @@ def choose_ids(rng: np.random.Generator, kind: str, shape: Shape, seq_len: int, 
     if kind == "recent":
         ids = seq_len - 1 - rng.integers(0, 2 * count, count)
     elif kind == "one_set":
-        ids = rng.permutation(4 * count)[:count] * shape.sets + rng.integers(0, shape.sets)
+        ids = np.resize(rng.permutation(max(seq_len // shape.sets, 1)), count) * shape.sets
+        ids += rng.integers(0, shape.sets)
     elif kind == "overfull":  # more ids than ways in a few sets, some of them twice
         home = rng.integers(0, shape.sets, 3)
         ids = rng.choice(home, count) + shape.sets * rng.integers(0, max(seq_len // shape.sets, 1), count)
@@ -97,6 +98,8 @@ def choose_ids(rng: np.random.Generator, kind: str, shape: Shape, seq_len: int, 
         ids = previous.copy()
         changed = rng.random(count) < 0.1
         ids[changed] = rng.integers(0, seq_len, count)[changed]
+    elif kind == "same":
+        ids = np.arange(count) * 3
     else:
         ids = rng.permutation(np.arange(max(seq_len, count)))[:count]
         if kind == "holes":
@@ -105,15 +108,22 @@ def choose_ids(rng: np.random.Generator, kind: str, shape: Shape, seq_len: int, 
 
 
 def make_step(
-    rng: np.random.Generator, shape: Shape, sequences: dict[int, Sequence], kinds: tuple[str, ...]
+    rng: np.random.Generator,
+    shape: Shape,
+    sequences: dict[int, Sequence],
+    kinds: tuple[str, ...],
+    whole: bool = False,
 ) -> Step:
-    """One step: rows in any order, some requests without a row or without tokens, drafts accepted or not."""
+    """One step: rows in any order, some requests without a row or without tokens, drafts accepted or not.
+    ``whole``: every request has a row and all its query tokens."""
     rows = rng.permutation(shape.num_rows)[: shape.requests].astype(np.int32)
-    rows[rng.random(shape.requests) < 0.1] = -1
+    if not whole:
+        rows[rng.random(shape.requests) < 0.1] = -1
     topk, starts, seq_lens = [], [0], []
     for row in rows.tolist():
         sequence = sequences.setdefault(row, Sequence(int(rng.integers(0, 4 * shape.sets * shape.ways))))
         query = 0 if rng.random() < 0.05 else int(rng.integers(1, shape.max_query + 1))
+        query = shape.max_query if whole else query
         seq_len = sequence.stable + query
         for _ in range(query):
             kind = str(rng.choice(kinds))
@@ -136,33 +146,34 @@ def make_step(
 
 
 class PlanOnTwin:
-    """State and outputs of the kernel, and those of the oracle."""
+    """The oracle's state and outputs, and copies of them for the kernel: each step the kernel starts from what the
+    oracle started from, so that many settings can be run on one oracle's step."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.residency = shape.residency()
         self.out = shape.plan_out()
-        self.state = {name: aligned(getattr(self.residency, name)) for name in STATE}
-        self.output = {name: aligned(getattr(self.out, name)) for name in OUTPUT}
+        self.before = self._snapshot()
 
-    def copy_from(self, other: PlanOnTwin) -> None:
-        for mine, theirs in ((self.state, other.state), (self.output, other.output)):
-            for name, tensor in mine.items():
-                tensor.copy_(theirs[name])
+    def _snapshot(self) -> dict[str, torch.Tensor]:
+        tensors = {name: getattr(self.residency, name) for name in STATE}
+        tensors |= {name: getattr(self.out, name) for name in OUTPUT}
+        return {name: tensor.clone() for name, tensor in tensors.items()}
 
     def oracle(self, step: Step) -> None:
+        self.before = self._snapshot()
         oracle.dsa_plan(step.topk, step.query_start_loc, step.seq_lens, step.rows, self.residency, self.out)
 
     def kernel(self, kernels: Kernels, step: Step, cores: int, schedule: str, drop: str = "") -> Ran:
         inputs = [
             (name, getattr(step, name), IN) for name in ("topk", "query_start_loc", "seq_lens", "rows")
         ]
-        state = [(name, self.state[name], IN_OUT) for name in STATE]
-        output = [(name, self.output[name], IN_OUT) for name in OUTPUT]
+        self.after = {name: aligned(tensor) for name, tensor in self.before.items()}
+        state = [(name, self.after[name], IN_OUT) for name in (*STATE, *OUTPUT)]
         numbers = self.shape.numbers(len(step.topk), len(step.rows))
-        return kernels.run("dsa_plan", [*inputs, *state, *output], numbers, cores, schedule, drop)
+        return kernels.run("dsa_plan", [*inputs, *state], numbers, cores, schedule, drop)
 
     def differences(self) -> list[str]:
         """What the kernel left otherwise than the oracle, state and whole buffers."""
-        found = [name for name in STATE if not torch.equal(self.state[name], getattr(self.residency, name))]
-        return found + [name for name in OUTPUT if not torch.equal(self.output[name], getattr(self.out, name))]
+        expected = self._snapshot()
+        return [name for name, tensor in self.after.items() if not torch.equal(tensor, expected[name])]

@@ -1,7 +1,7 @@
 // A hash table from token ids to small numbers, in the unified buffer. Open addressing; scalar.
 #pragma once
 
-#include "order.h"
+#include "kernel_operator.h"
 #include "tiling_data.h"
 
 namespace kvoffload::ascendc {
@@ -15,11 +15,8 @@ class IdTable {
     entries_ = buffer_.Get<uint16_t>();
   }
 
-  __aicore__ inline void clear() {
-    KVOFFLOAD_ORDER(S_V);  // look-ups of the last use
-    AscendC::Duplicate(buffer_.Get<int32_t>(), 0, (2 << bits_) / 4);
-    KVOFFLOAD_ORDER(V_S);
-  }
+  // The caller orders it after the look-ups of the last use (S_V) and before those of the next (V_S).
+  __aicore__ inline void clear() { AscendC::Duplicate(buffer_.Get<int32_t>(), 0, (2 << bits_) / 4); }
 
   // Where `id` is, or where it would go: entry() tells which.
   template <typename Ids>

@@ -111,7 +111,7 @@ inline int32_t needs_one_core(Checker& check, const RowsTiling& rows, int64_t sl
 inline void check_pool(Checker& check, int64_t rows, int64_t slots) {
   check.between("pool rows", rows, 1, kInt32Max);
   check.between("slots per row", slots, 1, kInt32Max);
-  check.require(rows <= kInt32Max / slots, "pool: must have less than 2^31 slots in all");
+  check.require(slots < 1 || rows <= kInt32Max / slots, "pool: must have less than 2^31 slots in all");
 }
 
 }  // namespace kvoffload::ascendc

@@ -81,7 +81,6 @@ class LookUp {
     AscendC::Adds(gathered_, gathered_, 1, kLanes);
     AscendC::PipeBarrier<PIPE_V>();
     AscendC::Cast(numbers_, gathered_, AscendC::RoundMode::CAST_NONE, kLanes);
-    AscendC::PipeBarrier<PIPE_V>();
   }
 
   __aicore__ inline void and_bits(const AscendC::LocalTensor<int32_t>& to, const AscendC::LocalTensor<int32_t>& a,
@@ -158,7 +157,6 @@ class LookUp {
     AscendC::PipeBarrier<PIPE_V>();
     AscendC::And(hit.ReinterpretCast<uint16_t>(), own_.ReinterpretCast<uint16_t>(),
                  in_part_.ReinterpretCast<uint16_t>(), kLookUpIds / 16);
-    AscendC::PipeBarrier<PIPE_V>();
   }
 
   PlanTiling tiling_;

@@ -69,13 +69,11 @@ class PlanKinds {
       AscendC::ShiftLeft(scratch, scratch, 2, kRound);
       AscendC::PipeBarrier<PIPE_V>();
       AscendC::Add(offsets, bounded_, scratch, kRound);
-      AscendC::PipeBarrier<PIPE_V>();
     }
     AscendC::Duplicate(planes_, 0, kRound);
     AscendC::Duplicate(planes_[kRound], -1, kRound);
     AscendC::PipeBarrier<PIPE_V>();
     AscendC::Gather(absent_, planes_, offsets_.ReinterpretCast<uint32_t>(), 0, 2 * kRound);
-    AscendC::PipeBarrier<PIPE_V>();
   }
 
   static constexpr int32_t log2_plane_bytes() { return 10; }

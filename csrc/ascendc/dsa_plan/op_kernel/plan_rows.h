@@ -19,7 +19,6 @@ class PlanRows {
     init_state(pipe);
     if (tiling.compact != 0) kinds_.init(pipe, args, tiling);
     init_global(args);
-    KVOFFLOAD_ORDER(V_MTE2);
     KVOFFLOAD_ORDER(V_MTE3);
     KVOFFLOAD_ORDER(S_MTE3);
   }
@@ -63,7 +62,6 @@ class PlanRows {
     AscendC::Duplicate(ids_, -1, positions);    // behind the ids of each token
     AscendC::Duplicate(values_, 0, positions);  // and behind their values
     AscendC::Duplicate(more_, 0, width);
-    AscendC::PipeBarrier<PIPE_V>();
   }
 
   __aicore__ inline void init_state(AscendC::TPipe& pipe) {
@@ -289,7 +287,6 @@ class PlanRows {
     AscendC::Sub(slots_, values, slots_, width);
     AscendC::PipeBarrier<PIPE_V>();
     AscendC::Adds(slots_, slots_, -1, width);
-    AscendC::PipeBarrier<PIPE_V>();
   }
 
   // The elements of positions with that how_ move to the front of `to`; returns how many.

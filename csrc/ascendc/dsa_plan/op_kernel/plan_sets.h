@@ -70,7 +70,6 @@ class PlanSets {
     hit_ = hit_buffer_.Get<uint8_t>();
     AscendC::CreateVecIndex(numbers_, 0, tiling_.list_entries);
     AscendC::Duplicate(ids_, -1, positions);  // stays behind the ids of each token
-    AscendC::PipeBarrier<PIPE_V>();
     KVOFFLOAD_ORDER(V_MTE2);
   }
 

@@ -14,7 +14,7 @@ class PlanTotals {
     pipe.InitBuffer(totals_buffer_, kRequests * kRecordInts * 4);
     pipe.InitBuffer(counts_buffer_, kRequests * 4);
     pipe.InitBuffer(high_buffer_, kRequests * kUbBlockBytes);
-    pipe.InitBuffer(new_slots_buffer_, kListEntries * 4);
+    pipe.InitBuffer(new_slots_buffer_, kNewSlots * 4);
     pipe.InitBuffer(stats_buffer_, kLineBytes);
     totals_ = totals_buffer_.Get<int32_t>();
     counts_ = counts_buffer_.Get<int32_t>();
@@ -53,6 +53,7 @@ class PlanTotals {
 
  private:
   static constexpr int32_t kRequests = 32;  // at a time
+  static constexpr int32_t kNewSlots = 32;
 
   __aicore__ inline int32_t total(int32_t at, int32_t which) const {
     return totals_.GetValue(at * kRecordInts + which);
@@ -69,7 +70,7 @@ class PlanTotals {
   // The slot of the next token.
   __aicore__ inline void append(int32_t slot) {
     if (token_ == tiling_.tokens) return;
-    if (token_ - stored_ == kListEntries) flush();
+    if (token_ - stored_ == kNewSlots) flush();
     new_slots_.SetValue(token_ - stored_, slot);
     ++token_;
   }

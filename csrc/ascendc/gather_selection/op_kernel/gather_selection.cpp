@@ -130,10 +130,11 @@ class Gather {
   }
 
   __aicore__ inline void clear() {
-    KVOFFLOAD_ORDER(MTE3_V);  // the last status on its way out
+    KVOFFLOAD_ORDER(MTE3_V);  // the last status on its way out, and what the scalar unit did before it
     AscendC::Duplicate(next_, kEmpty, tiling_.width + 1);
     AscendC::Duplicate(old_place_, kEmpty, tiling_.width + 1);
     table_.clear();
+    KVOFFLOAD_ORDER(V_S);
   }
 
   // Distinct ids that the query may attend to, in order.

@@ -1,0 +1,156 @@
+"""The kernels that move rows, on the CPU twin: equal to the oracle, and nothing for the twin to report."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gather_steps import Selections, gather, make_topk, oracle_gather
+from row_steps import (
+    Batch,
+    Layout,
+    Rows,
+    install,
+    make_batch,
+    make_kinds,
+    make_misses,
+    oracle_serve,
+    random_rows,
+    serve,
+    serve_compact,
+)
+from twin_kernels import SCHEDULES, Kernels, Ran, aligned
+
+from vllm_kvoffload.ops import oracle
+
+CORES = (1, 5, 40)
+LAYOUTS = {
+    "one request": Layout(1),
+    "nope and rope": Layout(
+        5, row_bytes=(1024, 128), block_size=128, blocks=12, table_width=4, width=64, slots=256
+    ),
+    "one component": Layout(3, row_bytes=(1152, 0), width=48, slots=256),
+    "rows share lines": Layout(3, row_bytes=(656, 0), width=32, slots=128, max_query=4),
+    "odd blocks, short rows": Layout(
+        7, row_bytes=(16, 48), width=16, max_query=3, block_size=7, table_width=20
+    ),
+    "many requests": Layout(40, row_bytes=(128, 0), max_query=1, width=32),
+    "many misses": Layout(
+        2, width=512, slots=2048, max_query=4, row_bytes=(32, 32), block_size=64, table_width=30
+    ),
+}
+layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+MOST = 1 << 20
+
+
+def check(ran: Ran, batch: Batch, fetched: int, same: bool, where: tuple[object, ...]) -> None:
+    assert not ran.reports, (where, ran.reports[:5])
+    assert same, where
+    assert (batch.fetched(), batch.refused()) == (fetched, 0), where
+
+
+@layouts
+def test_serve(kernels: Kernels, layout: Layout) -> None:
+    for cores in CORES:
+        for seed, schedule in enumerate(SCHEDULES):
+            batch = make_batch(layout, seed)
+            misses = make_misses(batch, MOST)
+            fetched = oracle_serve(batch, misses)
+            ran = serve(kernels, batch, misses, cores, schedule)
+            check(ran, batch, fetched, batch.hot.same(), (cores, schedule))
+
+
+@layouts
+def test_serve_compact(kernels: Kernels, layout: Layout) -> None:
+    for cores in CORES:
+        for seed, schedule in enumerate(SCHEDULES):
+            batch = make_batch(layout, seed)
+            kinds = make_kinds(batch)
+            selection = Rows(layout, random_rows(batch.rng, batch.tokens, layout.width, layout.bytes))
+            fetched = oracle.dsa_serve_compact(
+                kinds,
+                batch.query_start_loc,
+                batch.seq_lens,
+                batch.host.whole,
+                batch.hot.whole,
+                batch.block_table,
+                batch.rows,
+                batch.new_rows.whole,
+                selection.whole,
+            )
+            ran = serve_compact(kernels, batch, kinds, selection, cores, schedule)
+            check(ran, batch, fetched, selection.same(), (cores, schedule))
+
+
+@layouts
+def test_install(kernels: Kernels, layout: Layout) -> None:
+    for cores in CORES:
+        for seed, schedule in enumerate(SCHEDULES):
+            batch = make_batch(layout, seed)
+            selection = Rows(layout, random_rows(batch.rng, batch.tokens, layout.width, layout.bytes))
+            misses = make_misses(batch, MOST)
+            moved = oracle.dsa_install(
+                selection.whole,
+                batch.query_start_loc,
+                batch.rows,
+                misses.positions,
+                misses.slots,
+                misses.counts,
+                batch.hot.whole,
+            )
+            ran = install(kernels, batch, misses, selection, cores, schedule)
+            check(ran, batch, moved, batch.hot.same(), (cores, schedule))
+
+
+@layouts
+def test_gather_selection(kernels: Kernels, layout: Layout) -> None:
+    for cores in CORES:
+        for schedule in SCHEDULES:
+            selections = Selections(layout, cores)
+            for seed in range(3):
+                batch = make_batch(layout, seed)
+                topk = make_topk(batch, selections)
+                expected = torch.zeros(batch.tokens, dtype=torch.int32)
+                lengths = aligned(torch.full((batch.tokens,), -5, dtype=torch.int32))
+                fetched = oracle_gather(batch, selections, topk, expected)
+                ran = gather(kernels, batch, selections, topk, lengths, cores, schedule)
+                same = selections.same() and torch.equal(lengths, expected)
+                check(ran, batch, fetched, same, (cores, schedule, seed))
+
+
+def test_bad_addresses_are_counted_and_touch_nothing(kernels: Kernels) -> None:
+    """A block, a slot and a position outside their tensors: no copy, and the report says how many."""
+    layout = Layout(2, width=32, slots=128)
+    batch = make_batch(layout, 3)
+    batch.rows.copy_(torch.tensor([0, 1], dtype=torch.int32))
+    misses = make_misses(batch, 8)
+    misses.counts.copy_(torch.tensor([3, 0], dtype=torch.int32))
+    misses.ids[0, :3] = torch.tensor([0, layout.table_width * layout.block_size, 5])
+    misses.slots[0, :3] = torch.tensor([1, 2, layout.slots])
+    misses.positions[0, :3] = torch.tensor([0, -1, 3])
+    misses.new_slots[:] = -1
+    batch.hot.whole[0, 1] = batch.host.whole[int(batch.block_table[0, 0]), 0]
+    ran = serve(kernels, batch, misses, 2, "lazy")
+    assert not ran.reports
+    assert batch.hot.same()
+    assert (batch.fetched(), batch.refused()) == (layout.bytes, 2)
+
+    selection = Rows(layout, random_rows(batch.rng, batch.tokens, layout.width, layout.bytes))
+    batch.hot.whole[0, 1] = selection.whole[0, 0]
+    ran = install(kernels, batch, misses, selection, 2, "lazy")
+    assert not ran.reports
+    assert batch.hot.same()
+    assert (batch.fetched(), batch.refused()) == (layout.bytes, 2)
+
+
+def test_the_twin_sees_a_write_outside_the_pool(kernels: Kernels) -> None:
+    """Control: the tiling is told of more slots than the pool has."""
+    layout = Layout(1, width=32, slots=128)
+    batch = make_batch(layout, 3)
+    batch.rows[0] = batch.layout.hot_rows - 1
+    misses = make_misses(batch, 4)
+    misses.counts[0], misses.slots[0, 0], misses.ids[0, 0] = 1, layout.slots, 0
+    misses.new_slots[:] = -1
+    lie = Layout(1, width=32, slots=256)
+    batch.layout = lie
+    ran = serve(kernels, batch, misses, 1, "eager")
+    assert any("out-of-bounds" in report for report in ran.reports), ran.reports
