@@ -26,6 +26,20 @@ OUTPUT = (
 )
 
 
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def numbered(first: int, count: int) -> torch.Tensor:
+    """uint8 [count, 8]: rows that hold the numbers from ``first`` on."""
+    return torch.arange(first, first + count, dtype=torch.int64).view(torch.uint8).view(count, 8)
+
+
+def numbers(rows: torch.Tensor) -> list[int]:
+    """What :func:`numbered` wrote."""
+    return rows.contiguous().view(torch.int64).flatten().tolist()
+
+
 @dataclass(frozen=True)
 class Shape:
     num_rows: int

@@ -10,26 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import Step
+from plan_cases import Step, int32, numbered, numbers
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import Kind, oracle
 
 IMPLEMENTATIONS = pytest.mark.parametrize("impl", [oracle, ops], ids=["oracle", "native"])
 ROW_BYTES = 8
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def numbered(first: int, count: int) -> torch.Tensor:
-    """uint8 [count, 8]: the numbers from ``first`` on."""
-    return torch.arange(first, first + count, dtype=torch.int64).view(torch.uint8).view(count, ROW_BYTES)
-
-
-def numbers(rows: torch.Tensor) -> list[int]:
-    return rows.contiguous().view(torch.int64).flatten().tolist()
 
 
 def plan(impl: ModuleType, step: Step, residency: ops.Residency, out: ops.PlanOut) -> None:

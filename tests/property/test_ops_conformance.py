@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops_simulation import ROW_BYTES, Pools, check_positions, version_of
-from plan_cases import MAX_QUERY_LEN, Shape, Step, sequences
+from plan_cases import MAX_QUERY_LEN, Shape, Step, int32, sequences
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import Kind, conformance
@@ -21,10 +21,6 @@ from vllm_kvoffload.ops.oracle import conformance as oracle
 
 IMPLEMENTATIONS = pytest.mark.parametrize("impl", [oracle, conformance], ids=["oracle", "native"])
 ID_RANGE = 1 << 17
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def one_query(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_cases import int32
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import oracle
@@ -109,6 +110,36 @@ def test_offsets_beyond_4_gib() -> None:
     assert torch.equal(hot[599, 8191], rows[0])
     ops.write_rows(hot, one, rows[1:], torch.tensor([8190], dtype=torch.int32))
     assert torch.equal(hot[599, 8190], rows[1])
+
+
+def test_compact_offsets_beyond_4_gib() -> None:
+    """The same pools for compact delivery, and selections as large."""
+    row_bytes, width = 1152, 2048
+    host = sparse_bytes(6 * GIB)[: 5_000_001 * row_bytes].view(5_000_001, 1, row_bytes)
+    hot = sparse_bytes(6 * GIB)[: 600 * 8192 * row_bytes].view(600, 8192, row_bytes)
+    selection = sparse_bytes(5 * GIB)[: 2000 * width * row_bytes].view(2000, width, row_bytes)
+    rows = torch.arange(3 * row_bytes, dtype=torch.int64).to(torch.uint8).view(3, row_bytes)
+    host[5_000_000, 0], hot[599, 8191], selection[1999, 2047] = rows
+    table, one, start = torch.tensor([[5_000_000]], dtype=torch.int32), int32(599), int32(0, 1)
+    kinds = torch.tensor([[[1, 8191], [2, 0]]], dtype=torch.int32)
+    got = torch.zeros((1, 2, row_bytes), dtype=torch.uint8)
+    ops.dsa_serve_compact(kinds, start, int32(2), host, hot, table, one, rows[:1], got)
+    assert torch.equal(got[0], rows[[1, 0]])
+
+    lists = [torch.tensor([[0], [value]], dtype=torch.int32) for value in (2047, 8190)]
+    ops.dsa_install(selection, int32(0, 1999, 2000), int32(-1, 599), *lists, int32(0, 1), hot)
+    assert torch.equal(hot[599, 8190], rows[2])
+
+    gathered = selection.view(1000, 2, width, row_bytes)
+    status = torch.zeros((1000, 2, width + 1), dtype=torch.int32)
+    ids = torch.full((2, width), -1, dtype=torch.int32)
+    ids[1, 5] = 0
+    lengths = torch.zeros(2, dtype=torch.int32)
+    ops.gather_selection(
+        ids, int32(0, 2), int32(9), int32(999), host, table, rows[:2], gathered, status, lengths
+    )
+    assert torch.equal(gathered[999, 1, 0], rows[0])
+    assert lengths.tolist() == [0, 1]
 
 
 def test_plan_offsets_beyond_4_gib() -> None:

@@ -8,22 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from ops_simulation import GatherSimulation
-from plan_cases import Shape, Step, sequences
+from plan_cases import Shape, Step, int32, numbered, numbers, sequences
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import oracle
 
 IMPLEMENTATIONS = pytest.mark.parametrize("impl", [oracle, ops], ids=["oracle", "native"])
 ROW_BYTES = 8
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def numbered(first: int, count: int) -> torch.Tensor:
-    """uint8 [count, 8]: the numbers from ``first`` on."""
-    return torch.arange(first, first + count, dtype=torch.int64).view(torch.uint8).view(count, ROW_BYTES)
 
 
 class OneRow:
@@ -56,8 +47,8 @@ class OneRow:
 
     def held(self, query: int = 0) -> list[tuple[int, int]]:
         count = int(self.status[1, query, -1])
-        rows = self.selection[1, query, :count].contiguous().view(torch.int64).flatten().tolist()
-        return list(zip(self.status[1, query, :count].tolist(), rows, strict=True))
+        rows = self.selection[1, query, :count]
+        return list(zip(self.status[1, query, :count].tolist(), numbers(rows), strict=True))
 
 
 @IMPLEMENTATIONS

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_cases import STATE
+from plan_cases import STATE, int32
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import _C, torch_ops
@@ -17,10 +17,6 @@ from vllm_kvoffload.ops import _C, torch_ops
 KV = torch.ops.kvoffload
 ROW_BYTES = 24
 TOPK = 8
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 class Case:

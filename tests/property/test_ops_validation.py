@@ -9,16 +9,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from plan_cases import OUTPUT, STATE
+from plan_cases import OUTPUT, STATE, int32
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import _C, conformance, oracle
 
 Args = dict[str, torch.Tensor]
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def plan_args() -> Args:
