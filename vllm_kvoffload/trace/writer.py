@@ -45,13 +45,16 @@ def distinct_ids(topk: Ids) -> tuple[Numbers, Numbers]:
     return keys, counts
 
 
-def contains(keys: Numbers, wanted: Numbers) -> npt.NDArray[np.bool_]:
-    """Which of ``wanted`` are in ``keys``; both ascending."""
+def compare(before: Numbers, keys: Numbers) -> tuple[npt.NDArray[np.bool_], Numbers]:
+    """Which of ``before`` are in ``keys``, and which keys are not in ``before``; both ascending, distinct."""
     if not len(keys):
-        return np.zeros(len(wanted), np.bool_)
-    found = np.searchsorted(keys, wanted)
+        return np.zeros(len(before), np.bool_), keys
+    found = np.searchsorted(keys, before)
     np.minimum(found, len(keys) - 1, out=found)
-    return np.asarray(keys[found] == wanted)
+    kept = np.asarray(keys[found] == before)
+    fresh = np.ones(len(keys), np.bool_)
+    fresh[found[kept]] = False
+    return kept, keys[fresh]
 
 
 class TraceWriter:
@@ -161,8 +164,7 @@ class TraceWriter:
         keys, counts = distinct_ids(topk)
         ends = np.cumsum(counts)
         before = self._before(group, keys, ends, starts, slots)
-        kept = contains(keys, before)
-        fresh = keys[~contains(before, keys)]
+        kept, fresh = compare(before, keys)
         fresh_counts = np.bincount(fresh >> 32, minlength=len(topk))
         head = np.empty((len(slots), 3), np.int64)
         head[:, 0], head[:, 1], head[:, 2] = slots, seq_lens, np.diff(starts)
