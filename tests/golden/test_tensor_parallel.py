@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from engine import engine, worst_difference
-from workloads import WORKLOADS
+from engine import Job, engine, worst_difference
+from test_mtp_baseline import assert_same_tokens, mtp
+from workloads import WORKLOADS, prompt
 
 from vllm_kvoffload import ops
 
@@ -49,6 +50,18 @@ def communicator_name(worker):  # noqa: ARG001
     return os.environ["VLLM_DIST_IDENT"]
 
 
+def forget_what_the_layer_wrote(worker, layer):
+    manager = worker.model_runner.offload.manager
+    begin_draft, store = manager.begin_draft, manager.store
+
+    def careless(*args):
+        written, store._written[layer] = store._written[layer], None
+        begin_draft(*args)
+        store._written[layer] = written
+
+    manager.begin_draft = careless
+
+
 def forget_the_barrier(worker):
     worker.model_runner.offload.manager.store._barrier = None
 
@@ -59,8 +72,8 @@ def two_ranks(lab):
     lab.close()
 
     @contextmanager
-    def start(offload=None):
-        with engine(lab.checkpoint("glm-tiny"), offload, **TWO_RANKS) as under_test:
+    def start(offload=None, model="glm-tiny", **options):
+        with engine(lab.checkpoint(model), offload, **{**TWO_RANKS, **options}) as under_test:
             (name,) = set(under_test.on_workers(communicator_name))
             yield under_test
         assert not multiprocessing.active_children()
@@ -96,3 +109,32 @@ def test_two_ranks(lab, two_ranks):
     for name in NAMES:
         one_rank = lab.reference(name, **STEP).outcomes
         assert worst_difference(expected[name], one_rank) < 1e-4
+
+
+def test_two_ranks_with_drafts(lab, two_ranks):
+    model, drafting = "glm-tiny-mtp", mtp(3)
+    works = {name: WORKLOADS[name].jobs for name in NAMES}
+    works["one chunk"] = (Job(prompt(800, 13), max_tokens=8), Job(prompt(100, 13), max_tokens=8))
+
+    def run(engine, name: str, slow: bool = False):
+        if slow:
+            engine.on_workers(slow_down_a_large_write)
+        outcomes = engine.run(works[name])
+        return outcomes, engine.trace.drafts
+
+    with two_ranks(None, model, **drafting) as plain:
+        expected = {name: run(plain, name) for name in works}
+
+    with two_ranks({"topk_buffer_size": 256}, model, **drafting) as offloading:
+        for name, (right, right_drafts) in expected.items():
+            for slow in (False, True):
+                outcomes, drafts = run(offloading, name, slow)
+                assert worst_difference(outcomes, right) == 0.0
+                assert drafts == right_drafts
+        # control: a draft pass doesn't wait until the rows of the pass before are written
+        offloading.on_workers(forget_what_the_layer_wrote, 4)
+        _, drafts = run(offloading, "one chunk", slow=True)
+        assert drafts != expected["one chunk"][1]
+
+    for name in NAMES:
+        assert_same_tokens(expected[name][0], lab.reference(name, model, **STEP, **drafting).outcomes)
