@@ -38,7 +38,8 @@ class Launch {
  public:
   explicit Launch(Options options) : options_(std::move(options)) {}
 
-  // Registers global memory the kernel may touch. Regions don't overlap.
+  // Registers global memory the kernel may touch. Throws std::invalid_argument if it is empty, doesn't start on 64
+  // bytes, or overlaps another region.
   Launch& region(const void* data, size_t bytes, RegionUse use, std::string name);
 
   // Runs the kernel on every core and says what it found. Throws std::invalid_argument on bad options only.

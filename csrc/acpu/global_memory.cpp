@@ -67,7 +67,9 @@ void GlobalMemory::each_line(const void* data, uint64_t bytes, Visit visit) {
   }
 }
 
-void GlobalMemory::check(const Toucher& by, const Clock& clock, Line& line, uint64_t bytes, bool write) {
+void GlobalMemory::check(const Toucher& by, const Clock& clock, const Region& region, Line& line, uint64_t bytes,
+                         bool write) {
+  if (region.use == RegionUse::kIn && !write) return;  // nothing can conflict with it
   if (!write && (bytes & ~line.initialised)) {
     log_.add(Kind::kUninitialisedRead, by.core, by.site, kNoSite,
              "reads " + byte_text(std::popcount(bytes & ~line.initialised)) + " of global memory that nothing wrote");
@@ -119,7 +121,7 @@ bool GlobalMemory::copy_access(const Toucher& by, const Clock& clock, const void
     Line& line = line_at(*region, number);
     const uint64_t mask = bit_range(offset, part);
     if (line.dirty_in) check_dirty(by, line, number, mask, write);
-    check(by, clock, line, mask, write);
+    check(by, clock, *region, line, mask, write);
     if (write && line.cached_by) mark_stale(by, line, number, mask, true);
   });
   return true;
@@ -149,7 +151,7 @@ void GlobalMemory::scalar_read(const Toucher& by, const Clock& clock, const void
     Line& line = line_at(*region, number);
     const uint64_t mask = bit_range(offset, part);
     if (line.dirty_in) check_dirty(by, line, number, mask, false);
-    check(by, clock, line, mask, false);
+    check(by, clock, *region, line, mask, false);
     CachedLine& cached = load(by, *region, number);
     if (cached.stale & mask) {
       log_.add(Kind::kStaleRead, by.core, by.site, cached.changed_at,
@@ -166,7 +168,7 @@ void GlobalMemory::scalar_write(const Toucher& by, const Clock& clock, void* to,
     Line& line = line_at(*region, number);
     const uint64_t mask = bit_range(offset, part);
     if (line.dirty_in) check_dirty(by, line, number, mask, true);
-    check(by, clock, line, mask, true);
+    check(by, clock, *region, line, mask, true);
     CachedLine& cached = load(by, *region, number);
     std::memcpy(cached.data.data() + offset, static_cast<const uint8_t*>(from) + done, part);
     cached.dirty |= mask;
@@ -195,7 +197,7 @@ void GlobalMemory::clean(const Toucher& by, const Clock& clock, uintptr_t number
     }
     // A write-back moves the line, stale bytes included.
     if (to > from) std::memcpy(from, cached.data.data() + (from - start), to - from);
-    check(by, clock, line, dirty, true);
+    check(by, clock, *region, line, dirty, true);
     mark_stale(by, line, number, dirty, false);
     cached.dirty &= ~part;
     if (!cached.dirty) line.dirty_in &= ~(uint64_t{1} << by.core);

@@ -66,7 +66,7 @@ class GlobalMemory {
   template <class Visit>
   static void each_line(const void* data, uint64_t bytes, Visit visit);
   Line& line_at(Region& region, uintptr_t line) { return region.lines[line - region.first_line]; }
-  void check(const Toucher& by, const Clock& clock, Line& line, uint64_t bytes, bool write);
+  void check(const Toucher& by, const Clock& clock, const Region& region, Line& line, uint64_t bytes, bool write);
   void check_dirty(const Toucher& by, Line& line, uintptr_t number, uint64_t bytes, bool write);
   void mark_stale(const Toucher& by, Line& line, uintptr_t number, uint64_t bytes, bool own_cache);
   CachedLine& load(const Toucher& by, Region& region, uintptr_t number);

@@ -146,12 +146,25 @@ void check_options(const Options& options) {
   }
 }
 
+// A line belongs to one region, and what shares a line doesn't depend on where the host's allocator put a buffer.
+void check_region(const void* data, size_t bytes, const std::string& name) {
+  if (reinterpret_cast<uintptr_t>(data) % kLineBytes) {
+    throw std::invalid_argument("region " + name + " must start on 64 bytes, as the device's buffers do");
+  }
+  if (bytes == 0) throw std::invalid_argument("region " + name + " is empty");
+}
+
 }  // namespace
 
 Launch& Launch::region(const void* data, size_t bytes, RegionUse use, std::string name) {
-  if (bytes > 0) {
-    regions_.push_back({static_cast<uint8_t*>(const_cast<void*>(data)), bytes, use, std::move(name)});
+  check_region(data, bytes, name);
+  auto* start = static_cast<uint8_t*>(const_cast<void*>(data));
+  for (const RegionSpec& other : regions_) {
+    if (start < other.data + other.bytes && other.data < start + bytes) {
+      throw std::invalid_argument("region " + name + " overlaps region " + other.name);
+    }
   }
+  regions_.push_back({start, bytes, use, std::move(name)});
   return *this;
 }
 

@@ -62,6 +62,23 @@ TEST(bad_options_throw) {
   }
 }
 
+TEST(bad_regions_throw) {
+  Gm<uint8_t> y(256);
+  const auto throws = [](const std::function<void()>& body) {
+    try {
+      body();
+    } catch (const std::invalid_argument&) {
+      return true;
+    }
+    return false;
+  };
+  using enum acpu::RegionUse;
+  CHECK(!throws([&] { acpu::Launch({}).region(y.data, 64, kIn, "a").region(y.data + 64, 64, kIn, "b"); }));
+  CHECK(throws([&] { acpu::Launch({}).region(y.data + 32, 64, kIn, "a"); }));
+  CHECK(throws([&] { acpu::Launch({}).region(y.data, 0, kIn, "a"); }));
+  CHECK(throws([&] { acpu::Launch({}).region(y.data, 65, kIn, "a").region(y.data + 64, 64, kIn, "b"); }));
+}
+
 TEST(two_cores_write_the_same_bytes) {
   Gm<int32_t> y(kLine);
   CHECK_ONLY(launch(y, acpu::RegionUse::kOut, with(acpu::Schedule::kEager, 2), [&] { store(y.tensor(), 1, kLine); }),

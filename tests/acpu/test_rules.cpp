@@ -95,6 +95,9 @@ template <typename S, typename D>
 concept Casts = requires(LocalTensor<D> d, LocalTensor<S> s) { Cast(d, s, RoundMode::CAST_RINT, 8); };
 
 // The types of Atlas A2 and A3.
+template <typename T, typename U>
+concept Adds_scalar = requires(LocalTensor<T> a, U scalar) { Adds(a, a, scalar, 1); };
+static_assert(Adds_scalar<int32_t, int32_t> && !Adds_scalar<float, int32_t> && !Adds_scalar<half, float>);
 static_assert(Adds_takes<int16_t> && Adds_takes<int32_t> && Adds_takes<half> && Adds_takes<float>);
 static_assert(!Adds_takes<uint32_t> && !Adds_takes<uint8_t> && !Adds_takes<int64_t>);
 static_assert(And_takes<int16_t> && And_takes<uint16_t> && !And_takes<int32_t> && !And_takes<uint8_t>);

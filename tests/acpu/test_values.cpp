@@ -76,13 +76,13 @@ void check_arithmetic() {
     expect([](int x, int y) { return x > y ? x : y; });
     Min(out, a, b, 40);
     expect([](int x, int y) { return x < y ? x : y; });
-    Adds(out, a, 11, 40);
+    Adds(out, a, static_cast<T>(11), 40);
     expect([](int x, int) { return x + 11; });
-    Muls(out, a, -2, 40);
+    Muls(out, a, static_cast<T>(-2), 40);
     expect([](int x, int) { return x * -2; });
-    Maxs(out, a, 10, 40);
+    Maxs(out, a, static_cast<T>(10), 40);
     expect([](int x, int) { return x > 10 ? x : 10; });
-    Mins(out, a, 10, 40);
+    Mins(out, a, static_cast<T>(10), 40);
     expect([](int x, int) { return x < 10 ? x : 10; });
     Duplicate(out, static_cast<T>(3), 40);
     expect([](int, int) { return 3; });
@@ -108,7 +108,7 @@ TEST(integers_wrap_around) {
     Adds(a, a, 1, 8);
     CHECK(bench.read(a, 1)[0] == INT32_MIN);
     auto b = bench.filled<int16_t>(std::vector<int16_t>(16, INT16_MIN));
-    Muls(b, b, 3, 16);
+    Muls(b, b, int16_t{3}, 16);
     CHECK(bench.read(b, 1)[0] == INT16_MIN);
   });
 }
@@ -129,12 +129,12 @@ TEST(shifts) {
     ShiftLeft(out, a, 2, 8);
     CHECK(bench.read(out, 4) == (std::vector<int32_t>{-32, -4, 20, 0}));
     auto b = bench.filled<uint16_t>(std::vector<uint16_t>(16, 0x8001)), c = bench.space<uint16_t>(16);
-    ShiftRight(c, b, 1, 16);
+    ShiftRight(c, b, uint16_t{1}, 16);
     CHECK(bench.read(c, 1)[0] == 0x4000);
-    ShiftLeft(c, b, 1, 16);
+    ShiftLeft(c, b, uint16_t{1}, 16);
     CHECK(bench.read(c, 1)[0] == 2);
     auto d = bench.filled<uint32_t>(std::vector<uint32_t>(8, 0x80000000u));
-    ShiftRight(d, d, 31, 8);
+    ShiftRight(d, d, 31u, 8);
     CHECK(bench.read(d, 1)[0] == 1);
   });
 }

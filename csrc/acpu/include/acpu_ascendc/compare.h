@@ -70,7 +70,7 @@ void Compare(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const LocalT
 }
 
 template <detail::Comparable T, detail::BitMask U>
-void CompareScalar(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const std::type_identity_t<T> src1Scalar,
+void CompareScalar(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const T src1Scalar,
                    CMPMODE cmpMode, uint32_t count, const Loc& loc = Loc::current()) {
   const ::acpu::SiteId site = detail::core().site("CompareScalar", loc);
   const uint64_t n = detail::checked_count(site, count), bytes = n * sizeof(T);
@@ -120,7 +120,7 @@ void Select(const LocalTensor<T>& dst, const LocalTensor<U>& selMask, const Loca
 template <detail::Floating T, typename U>
   requires detail::one_of<U, uint8_t, uint16_t, uint32_t, uint64_t>
 void Select(const LocalTensor<T>& dst, const LocalTensor<U>& selMask, const LocalTensor<T>& src0,
-            std::type_identity_t<T> src1, SELMODE selMode, uint32_t count, const Loc& loc = Loc::current()) {
+            T src1, SELMODE selMode, uint32_t count, const Loc& loc = Loc::current()) {
   const ::acpu::SiteId site = detail::core().site("Select", loc);
   const uint64_t n = detail::checked_count(site, count), bytes = n * sizeof(T), mask_bytes = (n + 7) / 8;
   detail::need(selMode == SELMODE::VSEL_TENSOR_SCALAR_MODE, ::acpu::Kind::kLimit, site,

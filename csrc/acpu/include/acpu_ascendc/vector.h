@@ -179,7 +179,7 @@ void Not(const LocalTensor<T>& dst, const LocalTensor<T>& src, const int32_t& co
 }
 
 template <detail::Arithmetic T>
-void Adds(const LocalTensor<T>& dst, const LocalTensor<T>& src, const std::type_identity_t<T>& scalarValue,
+void Adds(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue,
           const int32_t& count, const Loc& loc = Loc::current()) {
   const T scalar = scalarValue;
   detail::unary("Adds", loc, dst, src, count,
@@ -187,7 +187,7 @@ void Adds(const LocalTensor<T>& dst, const LocalTensor<T>& src, const std::type_
 }
 
 template <detail::Arithmetic T>
-void Muls(const LocalTensor<T>& dst, const LocalTensor<T>& src, const std::type_identity_t<T>& scalarValue,
+void Muls(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue,
           const int32_t& count, const Loc& loc = Loc::current()) {
   const T scalar = scalarValue;
   detail::unary("Muls", loc, dst, src, count,
@@ -195,14 +195,14 @@ void Muls(const LocalTensor<T>& dst, const LocalTensor<T>& src, const std::type_
 }
 
 template <detail::Arithmetic T>
-void Maxs(const LocalTensor<T>& dst, const LocalTensor<T>& src, const std::type_identity_t<T>& scalarValue,
+void Maxs(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue,
           const int32_t& count, const Loc& loc = Loc::current()) {
   const T scalar = scalarValue;
   detail::unary("Maxs", loc, dst, src, count, [scalar](T a) { return a > scalar ? a : scalar; });
 }
 
 template <detail::Arithmetic T>
-void Mins(const LocalTensor<T>& dst, const LocalTensor<T>& src, const std::type_identity_t<T>& scalarValue,
+void Mins(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue,
           const int32_t& count, const Loc& loc = Loc::current()) {
   const T scalar = scalarValue;
   detail::unary("Mins", loc, dst, src, count, [scalar](T a) { return a < scalar ? a : scalar; });
@@ -210,7 +210,7 @@ void Mins(const LocalTensor<T>& dst, const LocalTensor<T>& src, const std::type_
 
 // By 0 to the width of the type.
 template <detail::Shiftable T>
-void ShiftLeft(const LocalTensor<T>& dst, const LocalTensor<T>& src, const std::type_identity_t<T>& scalarValue,
+void ShiftLeft(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue,
                const int32_t& count, const Loc& loc = Loc::current()) {
   const auto shift = static_cast<int64_t>(scalarValue);
   detail::need(shift >= 0 && shift <= static_cast<int64_t>(sizeof(T) * 8), ::acpu::Kind::kLimit,
@@ -222,7 +222,7 @@ void ShiftLeft(const LocalTensor<T>& dst, const LocalTensor<T>& src, const std::
 
 // Signed types keep their sign.
 template <detail::Shiftable T>
-void ShiftRight(const LocalTensor<T>& dst, const LocalTensor<T>& src, const std::type_identity_t<T>& scalarValue,
+void ShiftRight(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue,
                 const int32_t& count, const Loc& loc = Loc::current()) {
   const auto shift = static_cast<int64_t>(scalarValue);
   detail::need(shift >= 0 && shift <= static_cast<int64_t>(sizeof(T) * 8), ::acpu::Kind::kLimit,
@@ -232,7 +232,7 @@ void ShiftRight(const LocalTensor<T>& dst, const LocalTensor<T>& src, const std:
 }
 
 template <detail::Fillable T>
-void Duplicate(const LocalTensor<T>& dst, const std::type_identity_t<T>& scalarValue, const int32_t& count,
+void Duplicate(const LocalTensor<T>& dst, const T& scalarValue, const int32_t& count,
                const Loc& loc = Loc::current()) {
   const ::acpu::SiteId site = detail::core().site("Duplicate", loc);
   const uint64_t n = detail::checked_count(site, count);
@@ -247,7 +247,7 @@ void Duplicate(const LocalTensor<T>& dst, const std::type_identity_t<T>& scalarV
 // first, first + 1, ...
 template <typename T>
   requires detail::one_of<T, half, float, int16_t, int32_t>
-void CreateVecIndex(LocalTensor<T>& dst, const std::type_identity_t<T>& firstValue, uint32_t count,
+void CreateVecIndex(LocalTensor<T> dst, const T& firstValue, uint32_t count,
                     const Loc& loc = Loc::current()) {
   const ::acpu::SiteId site = detail::core().site("CreateVecIndex", loc);
   const uint64_t n = detail::checked_count(site, count);
