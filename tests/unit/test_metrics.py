@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import signal
 import struct
@@ -122,18 +121,6 @@ def start() -> Iterator[Callable[..., Writer]]:
 @pytest.fixture
 def instance() -> str:
     return f"test-{os.getpid()}-{time.time_ns()}"
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """caplog that sees vLLM's loggers too, which end at vLLM's own handler."""
-    logger = logging.getLogger("vllm")
-    before = logger.propagate, logger.level
-    logger.propagate = True
-    logger.setLevel(logging.INFO)
-    yield caplog
-    logger.propagate = before[0]
-    logger.setLevel(before[1])
 
 
 def stats_files() -> list[str]:

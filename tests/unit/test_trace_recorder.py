@@ -84,10 +84,10 @@ def test_arguments_are_copied_and_padding_is_not(tmp_path):
     assert recorder.dropped == 0
 
 
-def test_a_full_queue_drops_counts_and_says_so(tmp_path, caplog):
+def test_a_full_queue_drops_counts_and_says_so(tmp_path, log):
     writer = GatedWriter(tmp_path / "t", HEADER)
     recorder = TraceRecorder(writer, queue_bytes=3 * 16)
-    with caplog.at_level(logging.INFO, logger="vllm.vllm_kvoffload.trace.recorder"):
+    with log.at_level(logging.INFO, logger="vllm.vllm_kvoffload.trace.recorder"):
         for step in range(8):
             record(recorder, step)  # three fit, never waiting for the gate
         assert writer.waiting.wait(10)
@@ -101,12 +101,12 @@ def test_a_full_queue_drops_counts_and_says_so(tmp_path, caplog):
     reader = TraceReader(tmp_path / "t")
     assert [step.step for step in reader] == [0, 1, 2, 8]
     assert reader.dropped == 5
-    text = caplog.text
+    text = log.text
     assert text.count("has gaps") == 1
     assert "4 steps recorded, 5 dropped" in text
 
 
-def test_a_failing_disk_ends_the_recording_not_the_engine(tmp_path, caplog):
+def test_a_failing_disk_ends_the_recording_not_the_engine(tmp_path, log):
     class Full(TraceWriter):
         def write(self, *arguments: object) -> None:
             if self.steps == 2:
@@ -114,13 +114,13 @@ def test_a_failing_disk_ends_the_recording_not_the_engine(tmp_path, caplog):
             super().write(*arguments)
 
     recorder = TraceRecorder(Full(tmp_path / "t", HEADER))
-    with caplog.at_level(logging.INFO, logger="vllm.vllm_kvoffload.trace.recorder"):
+    with log.at_level(logging.INFO, logger="vllm.vllm_kvoffload.trace.recorder"):
         for step in range(6):
             record(recorder, step)
             time.sleep(0.02)
         recorder.close()
-    assert caplog.text.count("ended after 2 steps") == 1
-    assert "No space left" in caplog.text
+    assert log.text.count("ended after 2 steps") == 1
+    assert "No space left" in log.text
     assert recorder.dropped >= 1
     assert [step.step for step in TraceReader(tmp_path / "t")] == [0, 1]
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import time
 from collections.abc import Mapping
 
+from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics.fields import FIELDS, INDEX, file_name, pack_header, pack_slot
 from vllm_kvoffload.sparse.stats import OffloadStats
 
-logger = logging.getLogger(f"vllm.{__name__}")  # vLLM sets up loggers below its own name only
+logger = get_logger(__name__)
 
 _MFD_CLOEXEC = 1
 

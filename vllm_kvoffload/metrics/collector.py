@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
+from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics.fields import FIELDS
 from vllm_kvoffload.metrics.reader import StatsFinder, WorkerStats
 
-logger = logging.getLogger(f"vllm.{__name__}")
+logger = get_logger(__name__)
 
 PREFIX = "vllm:kvoffload_"
 LABELS = ("model_name", "engine", "rank")

@@ -7,7 +7,6 @@ calls `log` every VLLM_LOG_STATS_INTERVAL seconds. Any plugin in that group make
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from prometheus_client import REGISTRY
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from vllm_kvoffload.config import ConfigError, parse_sparse_offload
+from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics.collector import OffloadCollector
 from vllm_kvoffload.metrics.reader import StatsFinder
 from vllm_kvoffload.metrics.report import IntervalReport
@@ -24,7 +24,7 @@ from vllm_kvoffload.metrics.report import IntervalReport
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-logger = logging.getLogger(f"vllm.{__name__}")
+logger = get_logger(__name__)
 
 _registered: list[OffloadCollector] = []
 

@@ -11,7 +11,6 @@ exit get
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import threading
 import time
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Protocol
 
+from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.runtime.base import (
     DEFAULT_DEADLINE_S,
     Event,
@@ -34,7 +34,7 @@ from vllm_kvoffload.runtime.base import (
 )
 from vllm_kvoffload.runtime.delay import DelayPlan
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_STREAMS = 32
 MAX_PENDING = 8192  # a 78-layer step queues a few hundred items; more than this in flight is a leak

@@ -25,7 +25,6 @@ import ctypes
 import errno
 import fcntl
 import json
-import logging
 import mmap
 import os
 import re
@@ -39,9 +38,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.sparse.machine_memory import MemoryLimit, memory_limits, ram_limits
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 ALIGNMENT = 2 << 20  # huge page; what device drivers pin without splitting
 RESERVE_STEP_BYTES = 1 << 30
