@@ -32,7 +32,8 @@ class ConfigError(ValueError):
     def __init__(self, key: str, value: object, rule: str, fix: str) -> None:
         self.key, self.value, self.rule, self.fix = key, value, rule, fix
         shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
-        super().__init__(" ".join(f"{key}={shown}: {rule}. Fix: {fix}".split()))
+        stop = "" if rule.endswith("?") else "."
+        super().__init__(" ".join(f"{key}={shown}: {rule}{stop} Fix: {fix}".split()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Workers send errors pickled; the default would call __init__ with the message alone.

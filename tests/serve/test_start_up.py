@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
+from vllm_kvoffload.demo.processes import mapped_segments, session_and_descendants
 
 START_DEADLINE_S = 240
 EXIT_DEADLINE_S = 60
@@ -61,30 +62,20 @@ def serving(words: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
         process = subprocess.Popen(
             words, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
-    before = queues()
     try:
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(EXIT_DEADLINE_S)
-        remove_queues(queues() - before)
+        kill(process)
 
 
-def queues() -> set[Path]:
-    """vLLM's message queues: Python's shared memory, which SIGKILL of a whole process group leaves behind."""
-    shared = Path("/dev/shm")
-    return {*shared.glob("psm_*"), *shared.glob("sem.mp-*")}
-
-
-def remove_queues(left: set[Path]) -> None:
-    """Removes what no process has mapped any more."""
-    mapped = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            mapped.update(line.split()[5] for line in maps.read_text().splitlines() if "/dev/shm/" in line)
-    for path in left:
-        if str(path) not in mapped:
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL for the whole group, without vLLM's message queues, which no one then removes from /dev/shm."""
+    mapped = mapped_segments(session_and_descendants(process.pid))
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(EXIT_DEADLINE_S)
+    for path in mapped:
+        if path.name.startswith(("psm_", "sem.mp-")):
             path.unlink(missing_ok=True)
 
 
@@ -176,7 +167,7 @@ def test_nothing_is_left_after_sigkill_and_a_restart_serves(models: dict[str, Pa
         with serving(command(models["glm-tiny"], OFFLOAD, port), log) as process:
             wait_ready(process, port, log)
             texts.append(ask(port, models["glm-tiny"]))
-            os.killpg(process.pid, signal.SIGKILL)
+            kill(process)
         assert our_shared_memory() == before
     assert texts[0] == texts[1]
     assert texts[0]

@@ -162,7 +162,7 @@ def choose(
     q: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, batch: StepBatch, topk_indices: torch.Tensor
 ) -> None:
     """Top-k choice of every query token of a step, into the first T rows of ``topk_indices``."""
-    topk = topk_indices.shape[1]
+    topk, computed = topk_indices.shape[1], batch.computed
     for n in range(batch.num_requests):
         start, stop = int(batch.query_start_loc[n]), int(batch.query_start_loc[n + 1])
         if start == stop:
@@ -171,7 +171,7 @@ def choose(
             scores = torch.empty((stop - start, int(batch.seq_lens[n])))  # all are chosen, no scores needed
         else:
             scores = indexer_scores(q[start:stop], weights[start:stop], gather_keys(cache, batch, n))
-        select_topk(scores, int(batch.computed[n]), topk, topk_indices[start:stop])
+        select_topk(scores, int(computed[n]), topk, topk_indices[start:stop])
 
 
 def sparse_indexer_fake(

@@ -27,6 +27,7 @@ class KVOffloadCPUWorker(CPUWorker):
             raise NotImplementedError("vllm-kvoffload needs Model Runner V1: unset VLLM_USE_V2_MODEL_RUNNER")
         if self.rank == 0:
             logger.info("%s", model_geometry(self.vllm_config).describe())
+        # vLLM's worker has no hook for the class, so its own runner, still without a model, is replaced.
         self.model_runner = KVOffloadCPUModelRunner(self.vllm_config, torch.device("cpu"))
 
     def determine_available_memory(self) -> int:
