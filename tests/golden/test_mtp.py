@@ -70,15 +70,44 @@ def test_a_request_as_long_as_the_model(lab, model):
     assert_same_tokens(result.outcomes, reference.outcomes)
 
 
+@pytest.mark.parametrize(("model", "topk"), [("glm-mtp", 256), ("glm-tiny-mtp-bf16", 64)])
+def test_other_models(lab, model, topk):
+    result = compare(lab, "mixed", model, {"topk_buffer_size": 4 * topk}, **mtp(3))
+    assert result.trace.stats["hits"] > 0
+    assert draft_counts(result)[1] > 0
+
+
+def test_the_offload_is_told_of_every_draft_pass_once(lab, monkeypatch):
+    offload = {"topk_buffer_size": 256}
+    manager = lab.engine("dsv32-tiny-mtp", offload, **mtp(3)).manager
+    passes = []
+    begin_draft = manager.begin_draft
+
+    def watched(batch, index):
+        passes.append((index, batch.num_requests, len(batch.req_ids), int(batch.query_lens.max())))
+        begin_draft(batch, index)
+
+    monkeypatch.setattr(manager, "begin_draft", watched)
+    result = lab.run("short", "dsv32-tiny-mtp", offload, **mtp(3))
+    steps = [step for step in result.trace.schedule if step]
+    assert [index for index, *_ in passes] == [0, 1, 2] * len(steps)
+    for n, step in enumerate(steps):
+        longest = max(step.values())
+        assert passes[3 * n : 3 * n + 3] == [
+            (index, len(step), len(step), 1 if index else longest) for index in range(3)
+        ]
+
+
 @pytest.mark.parametrize(
     "options",
     [
         mtp(2, index_share_for_mtp_iteration=False),
         mtp(3, disable_padded_drafter_batch=True),
+        mtp(3, num_speculative_tokens_per_batch_size=[(1, 2, 3), (3, 3, 1), (4, 8, 0)]),
         {**mtp(3), "block_size": 16, "max_num_batched_tokens": 100},
         {**mtp(1), "enforce_eager": False, "compilation_config": {"mode": 3}},
     ],
-    ids=["every draft chooses", "no padding", "small blocks and chunks", "compiled"],
+    ids=["every draft chooses", "no padding", "depends on the batch", "small blocks and chunks", "compiled"],
 )
 def test_other_ways_to_draft(lab, options):
     results = compare_all(lab, ["mixed", "prefix"], "glm-tiny-mtp", {"topk_buffer_size": 256}, **options)

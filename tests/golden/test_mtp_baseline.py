@@ -125,6 +125,28 @@ def test_control_only_drafts_show_a_broken_draft_layer(lab, part):
     assert_same_tokens(wrong.outcomes, right.outcomes)
 
 
+def test_one_choice_buffer_for_target_and_drafts(lab):
+    """vLLM does this to some models, after their layers were made."""
+    model, workload = "glm-tiny-mtp", "mixed"
+    reference = lab.reference(workload, model, **mtp(3))
+    engine = lab.engine(model, **mtp(3))
+    target = engine.runner.model.model.layers[0].self_attn.mla_attn.topk_indices_buffer
+    drafting = [
+        module for module in engine.runner.drafter.model.modules() if hasattr(module, "topk_indices_buffer")
+    ]
+    own = [module.topk_indices_buffer for module in drafting]
+    assert all(buffer is not target for buffer in own)
+    for module in drafting:
+        module.topk_indices_buffer = target
+    try:
+        result = lab.run(workload, model, **mtp(3))
+    finally:
+        for module, buffer in zip(drafting, own, strict=True):
+            module.topk_indices_buffer = buffer
+    assert result.trace.drafts == reference.trace.drafts
+    assert result.outcomes == reference.outcomes
+
+
 def test_compiled_model(lab):
     model, workload = "glm-tiny-mtp", "mixed"
     eager = lab.reference(workload, model, **mtp(3))
