@@ -1,4 +1,4 @@
-// The seeds' plan and install on our residency: 16 ways, fifo. See vllm_kvoffload/ops/conformance.py.
+// CANN's plan and install on our residency: 16 ways, fifo. See vllm_kvoffload/ops/conformance.py.
 #pragma once
 
 #include "requests.h"

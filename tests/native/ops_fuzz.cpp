@@ -82,7 +82,9 @@ class Round {
   }
 
  private:
-  std::int64_t below(std::int64_t limit) { return static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(limit)); }
+  std::int64_t below(std::int64_t limit) {
+    return static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(limit));
+  }
 
   std::int32_t draw_id(std::int64_t seq_len) {
     switch (below(6)) {
@@ -191,10 +193,10 @@ class Round {
 
   void digest() {
     for (const Ints* list : {&tags_, &high_, &slots_, &new_slots_, &miss_ids_, &miss_slots_, &miss_counts_,
-                             &miss_positions_, &kinds_, &status_, &lengths_of_, &seed_tags_}) {
+                             &miss_positions_, &kinds_, &status_, &lengths_of_, &fifo_tags_}) {
       digest(*list);
     }
-    for (const auto* bytes : {&ages_, &hands_, &hot_, &selection_, &gathered_, &seed_hands_}) digest(*bytes);
+    for (const auto* bytes : {&ages_, &hands_, &hot_, &selection_, &gathered_, &fifo_hands_}) digest(*bytes);
     digest(stats_);
   }
 
@@ -207,19 +209,19 @@ class Round {
     const RecordsView view{record_list.data(), counts.data(), query_len_, capacity};
     const ConformancePlanView plan{topk_.data(), lengths_.data(), kinds_.data(), lengths_of_.data(),
                                    tokens_,      width_,          1 + below(400)};
-    if (seed_tags_.empty()) {
-      seed_tags_.assign(static_cast<std::size_t>(rows_ * 32), -1);
-      seed_hands_.assign(static_cast<std::size_t>(rows_ * 2), 0);
+    if (fifo_tags_.empty()) {
+      fifo_tags_.assign(static_cast<std::size_t>(rows_ * 32), -1);
+      fifo_hands_.assign(static_cast<std::size_t>(rows_ * 2), 0);
     }
-    const ResidencyView seeds{seed_tags_.data(), ages_.data(), seed_hands_.data(), high_.data(), rows_, 2, 16,
+    const ResidencyView residency{fifo_tags_.data(), ages_.data(), fifo_hands_.data(), high_.data(), rows_, 2, 16,
                               Policy::kFifo};
-    conformance_plan(requests(), seeds, plan, view);
+    conformance_plan(requests(), residency, plan, view);
     if (below(2)) {
       for (std::int32_t& value : record_list) value = below(9) ? value : static_cast<std::int32_t>(random_());
       for (std::int32_t& value : counts) value = below(9) ? value : static_cast<std::int32_t>(random_());
     }
     const InstallListView list{positions.data(), slots.data(), listed.data(), query_len_ * kChunks * capacity};
-    conformance_install(requests(), seeds, view, width_, 400, below(2) != 0, list);
+    conformance_install(requests(), residency, view, width_, 400, below(2) != 0, list);
   }
 
   void prepare_request(std::int64_t n, Ints& token_rows, std::vector<std::int64_t>& mapping) {
@@ -289,7 +291,9 @@ class Round {
     attempt([&] { dsa_serve_compact(host(), hot(), requests(), compact()); });
     attempt([&] { dsa_install(hot(), requests(), install()); });
     attempt([&] { gather_selection(host(), requests(), gather()); });
-    attempt([&] { gather_reuse(status_.data(), rows_, query_len_, width_ + 1, requests(), lengths_of_.data(), tokens_); });
+    attempt([&] {
+      gather_reuse(status_.data(), rows_, query_len_, width_ + 1, requests(), lengths_of_.data(), tokens_);
+    });
     attempt([&] { conformance(); });
     std::fill(status_.begin(), status_.end(), 0);
     std::fill(tags_.begin(), tags_.end(), -1);
@@ -305,8 +309,8 @@ class Round {
   bool compact_ = false;
   Workspace kept_;
   Ints tags_, high_, topk_, starts_, lengths_, row_of_, slots_, new_slots_, miss_ids_, miss_slots_, miss_counts_,
-      tables_, kinds_, miss_positions_, status_, lengths_of_, seed_tags_;
-  std::vector<std::uint8_t> ages_, hands_, hot_, host_, selection_, gathered_, new_rows_, seed_hands_;
+      tables_, kinds_, miss_positions_, status_, lengths_of_, fifo_tags_;
+  std::vector<std::uint8_t> ages_, hands_, hot_, host_, selection_, gathered_, new_rows_, fifo_hands_;
   std::vector<std::int64_t> stats_, versions_, stable_;
 };
 

@@ -1,4 +1,4 @@
-"""The seeds' plan and install: by hand, against a model of the seeds' tables, core against oracle."""
+"""CANN's plan and install: by hand, against a model of its tables, core against oracle."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ def as_fifo(shape: Shape) -> Shape:
     return replace(shape, ways=16, sets=shape.sets * shape.ways // 16, policy="fifo")
 
 
-class SeedTables:
-    """The seeds' state: slot of every id, id of every slot, counter of every set. For one row."""
+class CannTables:
+    """CANN's state: slot of every id, id of every slot, counter of every set. For one row."""
 
     def __init__(self, slots: int, id_range: int) -> None:
         self.slot_of = np.full(id_range, -1)
@@ -198,18 +198,18 @@ class SeedTables:
 
 
 def shifted_lengths(step: Step, rng: np.random.Generator) -> Step:
-    """Some sequences shorter than their query, also empty and negative: the seeds take any."""
+    """Some sequences shorter than their query, also empty and negative: any will do."""
     shift = rng.integers(0, 8, len(step.seq_lens)) * (rng.random(len(step.seq_lens)) < 0.2)
     return replace(step, seq_lens=step.seq_lens - torch.from_numpy(shift.astype(np.int32)))
 
 
 @settings(max_examples=150, deadline=None)
 @given(sequences(), st.integers(0, 2**32), st.sampled_from([16, 100, 5000]))
-def test_equals_the_seeds_tables(case: tuple[Shape, list[Step]], seed: int, id_range: int) -> None:
+def test_equals_cann_tables(case: tuple[Shape, list[Step]], seed: int, id_range: int) -> None:
     shape, steps = as_fifo(case[0]), case[1]
     rng = np.random.default_rng(seed)
     residency, out = shape.residency(), conformance_out(shape)
-    tables = [SeedTables(shape.slots_per_row, id_range) for _ in range(shape.num_rows)]
+    tables = [CannTables(shape.slots_per_row, id_range) for _ in range(shape.num_rows)]
     for step in (shifted_lengths(step, rng) for step in steps):
         conformance.plan(*step.inputs, residency, id_range, out)
         starts = step.query_start_loc
@@ -303,7 +303,7 @@ def test_layers_of_a_group_agree(case: tuple[Shape, list[Step]], followers: int)
 
 
 def reset_rewound(step: Step, residency: ops.Residency, layers: list[Pools]) -> None:
-    """The seeds have no roll-back: a row starts anew when its request went back or its new token is 0."""
+    """This mode has no roll-back: a row starts anew when its request went back or its new token is 0."""
     for n, row in enumerate(step.rows.tolist()):
         query_len = int(step.query_start_loc[n + 1] - step.query_start_loc[n])
         stable = int(step.seq_lens[n]) - query_len

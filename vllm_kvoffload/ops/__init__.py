@@ -3,7 +3,7 @@
 Owns the typed front of the C++ core (``csrc/cpu``) and the state types it works on. Never touches streams,
 vLLM or model code: callers pass contiguous CPU tensors and decide where and when a call runs. Every call
 releases the GIL, checks its arguments before touching memory and raises ``ValueError`` naming the argument at
-fault. The seeds' own plan and install, for comparison, are in :mod:`vllm_kvoffload.ops.conformance`.
+fault. CANN's own plan and install, for comparison, are in :mod:`vllm_kvoffload.ops.conformance`.
 """
 
 from vllm_kvoffload.ops.native import (

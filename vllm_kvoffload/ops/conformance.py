@@ -1,7 +1,8 @@
-"""The seeds' plan and install, reproduced to the letter on our own residency.
+"""CANN's plan and install, reproduced to the letter on our own residency.
 
-For comparison with published behaviour only: 16 ways, ``fifo``, compact delivery, a plan that writes no
-metadata and an install that replays the FIFO pointers. Per decode step and index group:
+``dsa_plan`` and ``dsa_install`` of its inference recipes (cann-recipes-infer, as of August 2026), for
+comparison with published behaviour only: 16 ways, ``fifo``, compact delivery, a plan that writes no metadata
+and an install that replays the FIFO pointers. Per decode step and index group:
 
 1. the owner (full) layer calls :func:`plan` once;
 2. every layer serves its own rows, ``ops.dsa_serve_compact`` with ``out.kinds``;
@@ -9,8 +10,8 @@ metadata and an install that replays the FIFO pointers. Per decode step and inde
    with ``out.miss_positions``, ``out.miss_slots`` and ``out.miss_counts``; the owner does the same last, with
    ``metadata_update=True``. All replay the same pointers, so all get the same slots.
 
-Where an id stands is looked up in its set, where the seeds keep a table of all ids; both say the same. What
-the seeds do and we would not: padding must be trailing (a chunk of an eighth of the positions starts afresh
+Where an id stands is looked up in its set, where CANN keeps a table of all ids; both say the same. What
+CANN does and we would not: padding must be trailing (a chunk of an eighth of the positions starts afresh
 unless the position before it is negative), token 0 is never new, and more than 16 new ids in a set overwrite
 each other. A step's own tokens are never installed, so rejected drafts need no roll-back.
 """

@@ -25,7 +25,7 @@ Workspace = _C.Workspace
 class Kind(IntEnum):
     """Where the row of a top-k position is, for compact delivery, and what the number beside it means.
 
-    The numbers are those of the seeds' ``dsa_plan``.
+    The numbers are those of CANN's ``dsa_plan``.
     """
 
     INVALID = 0  # -1: a token without a request or a request without a row; conformance mode: after a stop

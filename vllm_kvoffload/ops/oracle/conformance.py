@@ -1,4 +1,4 @@
-"""Reference of :mod:`vllm_kvoffload.ops.conformance`: the seeds' plan and install, position by position."""
+"""Reference of :mod:`vllm_kvoffload.ops.conformance`: CANN's plan and install, position by position."""
 
 from __future__ import annotations
 
