@@ -27,7 +27,8 @@ fi
 # vLLM leaves a core of a small machine idle by default, and threads that spin starve the copies beside them.
 export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 
-exec .venv/bin/vllm serve "$MODEL" \
+# --enforce-eager: torch.compile would take about a minute at the first start, and gains little on a small model.
+exec .venv/bin/vllm serve "$MODEL" --enforce-eager \
   --host "$HOST" --port "$PORT" --tensor-parallel-size "$TP" \
   --max-model-len "$MAX_MODEL_LEN" --max-num-seqs "$MAX_NUM_SEQS" --kv-cache-memory-bytes "$KV_BYTES" \
   --additional-config "{

@@ -101,7 +101,7 @@ def check_plugin() -> str:
 
 def check_entry_points() -> str:
     """vLLM finds the plugin by its entry points."""
-    groups = ("vllm.general_plugins", "vllm.platform_plugins")
+    groups = ("vllm.general_plugins", "vllm.platform_plugins", "vllm.stat_logger_plugins")
     points = [point for group in groups for point in metadata.entry_points(group=group)]
     ours = [point for point in points if point.value.startswith("vllm_kvoffload.")]
     if len(ours) < len(groups):

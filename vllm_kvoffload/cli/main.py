@@ -40,6 +40,8 @@ def size(
     dram_gb: Annotated[int, typer.Option(help="dram_size_per_dp_GB: host memory for main KV, GiB.")] = 128,
     topk_buffer_size: Annotated[int, typer.Option(help="Hot-pool slots of a request.")] = 4096,
     ways: Annotated[int, typer.Option(help="Slots of a hot pool's set, 16 or 32.")] = 16,
+    policy: Annotated[str, typer.Option(help="fifo, clock or rrip.")] = "rrip",
+    delivery: Annotated[str, typer.Option(help="in_place or compact.")] = "in_place",
     max_num_seqs: Annotated[int, typer.Option(help="Requests that decode together.")] = 64,
     max_model_len: Annotated[
         int | None, typer.Option(help="Tokens of the longest request. Default: the model's own limit.")
@@ -72,6 +74,8 @@ def size(
         dram_gb=dram_gb,
         topk_buffer_size=topk_buffer_size,
         ways=ways,
+        policy=policy,
+        delivery=delivery,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         block_size=block_size,

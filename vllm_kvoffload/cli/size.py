@@ -35,6 +35,8 @@ class SizeRequest:
     dram_gb: int = 128
     topk_buffer_size: int = 4096
     ways: int = 16
+    policy: str = "rrip"
+    delivery: str = "in_place"
     max_num_seqs: int = 64
     max_model_len: int | None = None
     block_size: int = 128
@@ -62,6 +64,14 @@ def size_report(request: SizeRequest) -> dict[str, Any]:
         length = _model_limit(hf_config)
     inputs = _capacity_inputs(request, geometry, length)
     report = {
+        "assumed": {
+            "layout": request.layout,
+            "dtype": request.dtype or "the checkpoint's",
+            "block_size": request.block_size,
+            "max_num_seqs": request.max_num_seqs,
+            "topk_buffer_size": request.topk_buffer_size,
+            "prefill": "in this engine" if request.prefill_buffers else "elsewhere",
+        },
         "geometry": _geometry_report(geometry),
         "at_max_model_len": _request_report(geometry, length),
         "fixed_device_bytes": {
@@ -112,6 +122,8 @@ def _capacity_inputs(request: SizeRequest, geometry: KVGeometry, length: int) ->
         "dram_size_per_dp_GB": request.dram_gb,
         "keep_device_kv_cache": request.keep_device,
         "ways": request.ways,
+        "policy": request.policy,
+        "delivery": request.delivery,
         **({"prefill_buffers": request.prefill_buffers} if request.prefill_buffers else {}),
     }
     config = parse_sparse_offload({"sparse_kv_offload_config": options})
@@ -135,6 +147,8 @@ def _capacity_inputs(request: SizeRequest, geometry: KVGeometry, length: int) ->
         ways=config.ways,
         prefill_buffers=request.prefill_buffers,
         keep_device=config.keep_device_kv_cache,
+        delivery=config.delivery,
+        published_plan=config.plans_as_published,
     )
 
 
@@ -207,6 +221,8 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     """Prints `size_report`'s result as tables."""
     geometry, request = report["geometry"], report["at_max_model_len"]
     console.print(geometry["summary"], soft_wrap=True, highlight=False, markup=False)
+    assumed = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in report["assumed"].items())
+    console.print(f"For {assumed}; see --help.", soft_wrap=True, highlight=False, markup=False)
     console.print(_bytes_table(geometry, request))
     console.print(_rows("Fixed device costs", {k: _size(v) for k, v in report["fixed_device_bytes"].items()}))
     for need in report["needed"]:
