@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from lab import Result
 from test_mtp_baseline import assert_same_tokens, draft_counts, mtp
+from workloads import WORKLOADS
 
 from vllm_kvoffload.sparse.offloaded import OffloadedKV
 
@@ -176,3 +177,23 @@ def test_drafts_wait_for_what_the_pass_before_has_written(lab, monkeypatch):
     wrong = lab.run("mixed", "glm-tiny-mtp", offload, **mtp(3))
     assert wrong.trace.drafts != right.trace.drafts
     assert_same_tokens(wrong.outcomes, right.outcomes)  # a draft is but a draft
+
+
+def test_drafts_wait_for_a_prefix_of_the_same_step(lab, monkeypatch):
+    offload, options = {"topk_buffer_size": 256}, {**WORKLOADS["late"].options, **mtp(3)}
+    lab.reference("late", "glm-tiny-mtp", **mtp(3))
+    manager = lab.engine("glm-tiny-mtp", offload, **options).manager
+    monkeypatch.setattr(manager.store._stream._lane, "_delays", SlowWrites())
+    right = compare(lab, "late", "glm-tiny-mtp", offload, **mtp(3))
+
+    begin_draft, late_requests = manager.begin_draft, manager._late_requests
+
+    def careless(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(manager, "_late_requests", lambda *args: late_requests(*args) & False)
+            begin_draft(*args)
+
+    monkeypatch.setattr(manager, "begin_draft", careless)
+    wrong = lab.run("late", "glm-tiny-mtp", offload, **mtp(3))
+    assert wrong.trace.drafts != right.trace.drafts
+    assert_same_tokens(wrong.outcomes, right.outcomes)
