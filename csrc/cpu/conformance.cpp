@@ -32,7 +32,7 @@ class QueryPlan {
         tags_(residency.tags + requests.rows[n] * residency.slots()), set_mask_(residency.sets - 1) {
     const std::int64_t length = plan.seq_lens[n];
     const std::int64_t query_len = requests.query_len(n);
-    limit_ = length > 0 ? length - (query_len - 1 - s) - 1 : -1;
+    limit_ = length - (query_len - 1 - s) - 1;
     oldest_new_ = std::max<std::int64_t>(length - query_len - 1, 0) + 1;
   }
 

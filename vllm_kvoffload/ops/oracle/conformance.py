@@ -46,7 +46,7 @@ def plan(
         length, query_len = int(seq_lens[n]), last - first
         for s in range(query_len if row >= 0 else 0):
             ids = topk[first + s].tolist()
-            limit = length - (query_len - 1 - s) - 1 if length > 0 else -1
+            limit = length - (query_len - 1 - s) - 1
             oldest_new = max(length - query_len - 1, 0) + 1  # ids from here on are this step's
             for chunk, (begin, end) in enumerate(chunk_bounds(len(ids))):
                 stopped = begin > 0 and ids[begin - 1] < 0
