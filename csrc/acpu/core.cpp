@@ -384,6 +384,14 @@ void Core::release_event(Pipe from, Pipe to, int id, SiteId site) {
   state->allocated = state->handed_out = false;
 }
 
+void Core::reset_events() {
+  for (auto& from : events_) {
+    for (auto& to : from) {
+      for (EventState& state : to) state.allocated = state.handed_out = false;
+    }
+  }
+}
+
 // Unified buffer ----------------------------------------------------------------------------------------------------
 
 UbExtent Core::allocate(uint32_t bytes, SiteId site) {

@@ -112,6 +112,7 @@ class Core {
   int alloc_event(Pipe from, Pipe to, SiteId site);
   int fetch_event(Pipe from, Pipe to, SiteId site);
   void release_event(Pipe from, Pipe to, int id, SiteId site);
+  void reset_events();  // all ids are free again; flags stay as they are
 
   // Unified buffer.
   UbExtent allocate(uint32_t bytes, SiteId site);

@@ -142,11 +142,15 @@ UbExtent PipeState::init_buffer(uint32_t bytes, SiteId site) {
   return core_.allocate((bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes, site);
 }
 
-void PipeState::reset(SiteId site) {
+void PipeState::end_queues(SiteId site) {
   core_.internal = true;
   for (QueueState& queue : queues_) queue.destroy(site);
   core_.internal = false;
-  core_.barrier_all(kNoSite);
+}
+
+void PipeState::reset(SiteId site) {
+  end_queues(site);
+  core_.reset_events();
   core_.reset_allocations();
   buffers_ = 0;
 }
@@ -157,7 +161,9 @@ void PipeState::destroy() {
   if (core_.pipe == this) core_.pipe = nullptr;
   if (core_.cancelled) return;
   try {
-    reset(site_);
+    end_queues(site_);
+    core_.barrier_all(kNoSite);
+    core_.reset_allocations();
   } catch (const KernelStop&) {
     // Reported; the launcher sees that the core is cancelled. A destructor must not throw.
   }

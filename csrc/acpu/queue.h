@@ -58,11 +58,15 @@ class PipeState {
 
   QueueState* init_queue(QueuePipes pipes, uint32_t depth, uint32_t buffers, uint32_t bytes, SiteId site);
   UbExtent init_buffer(uint32_t bytes, SiteId site);
-  // Ends every queue and forgets the buffers, so that the unified buffer can be handed out anew.
+  // Ends every queue and forgets buffers and event ids, so that the unified buffer can be handed out anew. Waits for the
+  // queues' freed buffers only: other instructions may still be at work on what is handed out next.
   void reset(SiteId site);
+  // Ends every queue and waits for all pipes.
   void destroy();
 
  private:
+  void end_queues(SiteId site);
+
   Core& core_;
   SiteId site_;
   std::deque<QueueState> queues_;

@@ -248,17 +248,25 @@ TEST(a_freed_tensor_is_gone) {
 
 TEST(reset_gives_the_buffer_back) {
   for (acpu::Schedule schedule : testing::kSchedules) {
-    CHECK_CLEAN(run(
-        [] {
-          TPipe pipe;
-          for (int round = 0; round < 3; ++round) {
-            TBuf<TPosition::VECCALC> buffer;
-            pipe.InitBuffer(buffer, 150 * 1024);
-            Duplicate(buffer.Get<int32_t>(), round, kCount);
-            pipe.Reset();
-          }
-        },
-        with(schedule)));
+    for (bool barrier : {true, false}) {
+      const acpu::Result result = run(
+          [=] {
+            TPipe pipe;
+            for (int round = 0; round < 3; ++round) {
+              TBuf<TPosition::VECCALC> buffer;
+              pipe.InitBuffer(buffer, 150 * 1024);
+              Duplicate(buffer.Get<int32_t>(), round, kCount);
+              if (barrier) PipeBarrier<PIPE_V>();
+              pipe.Reset();
+            }
+          },
+          with(schedule));
+      if (barrier) {
+        CHECK_CLEAN(result);
+      } else {
+        CHECK_ONLY(result, kRace);  // Reset waits for no pipe
+      }
+    }
   }
   CHECK_ONLY(run([] {
                TPipe pipe;
@@ -269,14 +277,54 @@ TEST(reset_gives_the_buffer_back) {
                Duplicate(old, 1, kCount);
              }),
              kUseAfterFree);
-  CHECK_CLEAN(run([] {  // one TPipe after the other
+  CHECK_CLEAN(run([] {  // one TPipe after the other: its end waits for all pipes
     for (int round = 0; round < 2; ++round) {
       TPipe pipe;
       TBuf<TPosition::VECCALC> buffer;
       pipe.InitBuffer(buffer, 150 * 1024);
+      Duplicate(buffer.Get<int32_t>(), round, kCount);
       CHECK(GetTPipePtr() == &pipe);
     }
   }));
+}
+
+TEST(reset_waits_for_freed_tensors) {
+  Gm<int32_t> x(kCount, 1);
+  CHECK_CLEAN(acpu::Launch({}).region(x.data, x.bytes(), acpu::RegionUse::kIn, "x").run([&] {
+    TPipe pipe;
+    for (int round = 0; round < 2; ++round) {
+      TQue<TPosition::VECIN, 1> in;
+      TBuf<TPosition::VECCALC> out;
+      pipe.InitBuffer(in, 1, kCount * 4);
+      pipe.InitBuffer(out, kCount * 4);
+      auto a = in.AllocTensor<int32_t>();
+      DataCopy(a, x.tensor(), kCount);
+      in.EnQue(a);
+      a = in.DeQue<int32_t>();
+      Adds(out.Get<int32_t>(), a, 1, kCount);
+      in.FreeTensor(a);
+      PipeBarrier<PIPE_V>();  // for out, which no queue looks after
+      pipe.Reset();
+    }
+  }));
+}
+
+TEST(reset_takes_event_ids_back) {
+  CHECK_CLEAN(run([] {
+    TPipe pipe;
+    for (int round = 0; round < 3; ++round) {
+      for (int i = 0; i < 8; ++i) CHECK(pipe.AllocEventID<HardEvent::V_MTE3>() == i);
+      pipe.Reset();
+    }
+  }));
+  CHECK_ONLY(run([] {
+               TPipe pipe;
+               const TEventID id = pipe.AllocEventID<HardEvent::V_MTE3>();
+               pipe.Reset();
+               SetFlag<HardEvent::V_MTE3>(id);
+               WaitFlag<HardEvent::V_MTE3>(id);
+             }),
+             kEventId);
 }
 
 TEST(tensor_views) {
