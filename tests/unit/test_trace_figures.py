@@ -5,6 +5,7 @@ Slow, but only some seconds each: four requests of 256 steps, at pools of up to 
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 import numpy as np
@@ -100,6 +101,17 @@ def test_the_drift_is_stationary():
         process.advance()
     assert process.drift.std() == pytest.approx(0.8, rel=0.02)
     assert np.corrcoef(before, process.drift)[0, 1] == pytest.approx(0.85**4, abs=0.02)
+
+
+def test_rejected_drafts_do_not_move_the_scores_on():
+    def overlap(choices):
+        pairs = itertools.pairwise(choices)
+        return np.mean([len(np.intersect1d(a, b)) / len(a) for a, b in pairs])
+
+    plain = scored_stream(np.random.default_rng(3), 40, 20_000, 512)
+    drafted = drafted_stream(np.random.default_rng(3), 40, 20_000, 512, accept=0.0)
+    assert overlap([step.topk[0] for step in drafted]) == pytest.approx(overlap(plain), abs=0.03)
+    assert overlap(plain[::4]) < overlap(plain) - 0.08  # what four tokens a step would give
 
 
 def test_drafted_steps_overlap_by_the_rejected():

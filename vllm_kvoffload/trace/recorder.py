@@ -36,6 +36,7 @@ class _Call:
     starts: Ids
     seq_lens: Ids
     request_ids: tuple[str, ...]
+    dropped: int  # calls dropped before this one, in all
 
 
 class TraceRecorder:
@@ -107,7 +108,8 @@ class TraceRecorder:
         copied = memory[: chosen.size].reshape(chosen.shape)
         np.copyto(copied, chosen)
         lengths = seq_lens.numpy().copy()
-        self._queue.put(_Call(memory, group, step, copied, starts.copy(), lengths, tuple(request_ids)))
+        names = tuple(request_ids)
+        self._queue.put(_Call(memory, group, step, copied, starts.copy(), lengths, names, self._dropped))
 
     def _memory(self, size: int) -> Ids:
         """int32 [at least size], used before where possible."""
@@ -141,7 +143,7 @@ class TraceRecorder:
                 self._waiting_bytes -= call.topk.nbytes
             self._spares.append(call.memory)
         try:
-            self._note_drops()
+            self._note_drops(self._dropped)
             self._writer.close()
         except Exception as error:
             self._fail(error)
@@ -155,13 +157,13 @@ class TraceRecorder:
             )
 
     def _write(self, call: _Call) -> None:
-        self._note_drops()
+        self._note_drops(call.dropped)
         self._writer.write(call.group, call.step, call.topk, call.starts, call.seq_lens, call.request_ids)
         if self._queue.empty():
             self._writer.flush()
 
-    def _note_drops(self) -> None:
-        count = self._dropped - self._writer.dropped
+    def _note_drops(self, dropped: int) -> None:
+        count = dropped - self._writer.dropped
         if count and not self._failed:
             if not self._writer.dropped:
                 logger.warning(
