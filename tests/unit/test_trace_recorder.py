@@ -202,7 +202,7 @@ def engine_seconds(recorder: TraceRecorder, calls: int) -> float:
 
 def test_a_call_costs_the_engine_less_than_two_percent_of_a_step_of_ten_ms(tmp_path):
     recorder = TraceRecorder.open(tmp_path / "t", HEADER)
-    seconds = engine_seconds(recorder, 60)
+    seconds = min(engine_seconds(recorder, 30) for _ in range(4))  # what else runs here can only add
     recorder.close()
     assert seconds < 0.02 * 10e-3
 
