@@ -316,8 +316,7 @@ class RequestPlan {
         scratch_.pending[overflow++] = at;
         continue;
       }
-      job_.slots[at] = install(set, way, id);
-      emit(at);
+      emit(at, id, install(set, way, id));
     }
     return overflow;
   }
@@ -331,16 +330,14 @@ class RequestPlan {
         job_.slots[at] = slot;
         ++stats_.duplicates;
       } else {
-        job_.slots[at] = displace_id(id);
-        emit(at);
+        emit(at, id, displace_id(id));
       }
     }
   }
 
-  // The position is the first of its id, and has its slot.
-  void emit(std::int32_t at) {
-    const std::int32_t id = job_.topk[at];
-    const std::int32_t slot = job_.slots[at];
+  // The slot of an id's first position.
+  void emit(std::int32_t at, std::int32_t id, std::int32_t slot) {
+    job_.slots[at] = slot;
     if (id >= stable_) {
       job_.new_slots[id - stable_] = slot;
       ++stats_.new_tokens;
