@@ -79,7 +79,13 @@ def gather(
         ("reports", batch.new_reports(cores), OUT),
     ]
     shape = numbers(
-        layout, layout.requests, batch.tokens, layout.width, layout.max_query, layout.hot_rows, selections.pitch
+        layout,
+        layout.requests,
+        batch.tokens,
+        layout.width,
+        layout.max_query,
+        layout.hot_rows,
+        selections.pitch,
     )
     return kernels.run("gather_selection", args, shape, cores, schedule, drop)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from twin_kernels import IN, IN_OUT, Kernels, Ran, aligned
+from twin_kernels import IN, IN_OUT, UB_BYTES, Kernels, Ran, aligned
 
 from vllm_kvoffload.ops import oracle
 from vllm_kvoffload.ops.types import POLICIES, PlanOut, Policy, Residency
@@ -76,7 +76,9 @@ class Sequence:
 KINDS = ("uniform", "recent", "one_set", "duplicates", "holes", "future", "extremes", "previous", "overfull")
 
 
-def choose_ids(rng: np.random.Generator, kind: str, shape: Shape, seq_len: int, previous: np.ndarray) -> np.ndarray:
+def choose_ids(
+    rng: np.random.Generator, kind: str, shape: Shape, seq_len: int, previous: np.ndarray
+) -> np.ndarray:
     """int32 [width] ids of one query token."""
     count = shape.width
     if kind == "recent":
@@ -92,7 +94,19 @@ def choose_ids(rng: np.random.Generator, kind: str, shape: Shape, seq_len: int, 
     elif kind == "future":
         ids = rng.integers(seq_len - 3, seq_len + 5, count)
     elif kind == "extremes":
-        edge = [INT32.min, INT32.min + 1, -2, -1, 0, 1, seq_len - 2, seq_len - 1, seq_len, INT32.max - 1, INT32.max]
+        edge = [
+            INT32.min,
+            INT32.min + 1,
+            -2,
+            -1,
+            0,
+            1,
+            seq_len - 2,
+            seq_len - 1,
+            seq_len,
+            INT32.max - 1,
+            INT32.max,
+        ]
         ids = rng.choice(edge, count)
     elif kind == "previous" and len(previous):
         ids = previous.copy()
@@ -146,34 +160,43 @@ def make_step(
 
 
 class PlanOnTwin:
-    """The oracle's state and outputs, and copies of them for the kernel: each step the kernel starts from what the
-    oracle started from, so that many settings can be run on one oracle's step."""
+    """The oracle's state and outputs, and copies of them for the kernel.
+
+    Each step the kernel starts from what the oracle started from, so that many settings can be run on one of the
+    oracle's steps.
+    """
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.residency = shape.residency()
         self.out = shape.plan_out()
-        self.before = self._snapshot()
+        self.before = self.snapshot()
 
-    def _snapshot(self) -> dict[str, torch.Tensor]:
+    def snapshot(self) -> dict[str, torch.Tensor]:
         tensors = {name: getattr(self.residency, name) for name in STATE}
         tensors |= {name: getattr(self.out, name) for name in OUTPUT}
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
     def oracle(self, step: Step) -> None:
-        self.before = self._snapshot()
+        self.before = self.snapshot()
         oracle.dsa_plan(step.topk, step.query_start_loc, step.seq_lens, step.rows, self.residency, self.out)
 
-    def kernel(self, kernels: Kernels, step: Step, cores: int, schedule: str, drop: str = "") -> Ran:
-        inputs = [
-            (name, getattr(step, name), IN) for name in ("topk", "query_start_loc", "seq_lens", "rows")
-        ]
+    def kernel(
+        self,
+        kernels: Kernels,
+        step: Step,
+        cores: int,
+        schedule: str,
+        drop: str = "",
+        ub_bytes: int = UB_BYTES,
+    ) -> Ran:
+        inputs = [(name, getattr(step, name), IN) for name in ("topk", "query_start_loc", "seq_lens", "rows")]
         self.after = {name: aligned(tensor) for name, tensor in self.before.items()}
         state = [(name, self.after[name], IN_OUT) for name in (*STATE, *OUTPUT)]
         numbers = self.shape.numbers(len(step.topk), len(step.rows))
-        return kernels.run("dsa_plan", [*inputs, *state], numbers, cores, schedule, drop)
+        return kernels.run("dsa_plan", [*inputs, *state], numbers, cores, schedule, drop, ub_bytes)
 
     def differences(self) -> list[str]:
         """What the kernel left otherwise than the oracle, state and whole buffers."""
-        expected = self._snapshot()
+        expected = self.snapshot()
         return [name for name, tensor in self.after.items() if not torch.equal(tensor, expected[name])]

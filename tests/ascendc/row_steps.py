@@ -1,5 +1,7 @@
-"""Calls of the kernels that move rows, on the twin and by the oracle. Rows have two components on the device, e.g.
-nope and rope, and one on the CPU: the components side by side."""
+"""Calls of the kernels that move rows, on the twin and by the oracle.
+
+Rows have two components on the device, e.g. nope and rope, and one on the CPU: the components side by side.
+"""
 
 from __future__ import annotations
 
@@ -224,7 +226,13 @@ def make_kinds(batch: Batch) -> torch.Tensor:
 
 
 def serve_compact(
-    kernels: Kernels, batch: Batch, kinds: torch.Tensor, selection: Rows, cores: int, schedule: str, drop: str = ""
+    kernels: Kernels,
+    batch: Batch,
+    kinds: torch.Tensor,
+    selection: Rows,
+    cores: int,
+    schedule: str,
+    drop: str = "",
 ) -> Ran:
     layout = batch.layout
     args = [

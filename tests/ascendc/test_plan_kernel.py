@@ -1,4 +1,4 @@
-"""dsa_plan on the CPU twin: equal to the oracle in every output and state byte, and nothing for the twin to report."""
+"""dsa_plan on the CPU twin: equal to the oracle in every output and state byte, and no report from the twin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ LARGE = [
 ]
 
 
-def run(kernels: Kernels, shape: Shape, seed: int, steps: int, kinds: tuple[str, ...] = KINDS) -> torch.Tensor:
+def run(
+    kernels: Kernels, shape: Shape, seed: int, steps: int, kinds: tuple[str, ...] = KINDS
+) -> torch.Tensor:
     """Returns the sum of the steps' stats."""
     rng = np.random.default_rng(seed)
     sequences: dict[int, Sequence] = {}
@@ -76,6 +78,20 @@ def test_overflow(kernels: Kernels, policy: str) -> None:
     assert stats[3] > 0
 
 
+@pytest.mark.parametrize("shape", [SMALL[0], SMALL[1], SMALL[3]], ids=str)
+@pytest.mark.parametrize("cores", [1, 40])
+def test_the_tiling_knows_the_unified_buffer(kernels: Kernels, shape: Shape, cores: int) -> None:
+    """The bytes it counts are what the kernel takes: it runs in them, and not in a block less."""
+    step = make_step(np.random.default_rng(1), shape, {}, KINDS, whole=True)
+    plan = PlanOnTwin(shape)
+    plan.oracle(step)
+    data = kernels.tile("dsa_plan", shape.numbers(len(step.topk), len(step.rows)), cores)
+    ran = plan.kernel(kernels, step, cores, "eager", ub_bytes=data["ub_bytes"])
+    assert not ran.reports
+    ran = plan.kernel(kernels, step, cores, "eager", ub_bytes=data["ub_bytes"] - 32)
+    assert any("ub-" in report or "8192" in report for report in ran.reports), ran.reports
+
+
 def by_hand(ids: list[list[int]], seq_len: int, row: int = 0) -> Step:
     return Step(
         torch.tensor(ids, dtype=torch.int32),
@@ -91,7 +107,9 @@ def test_rejected_drafts_are_forgotten(kernels: Kernels) -> None:
     plan = PlanOnTwin(shape)
     pad = [-1] * 12
     for step in (
-        by_hand([[100, 5, 6, 7, *pad], [101, 5, 6, 8, *pad], [102, 5, 6, 9, *pad], [103, 1, 2, 3, *pad]], 104),
+        by_hand(
+            [[100, 5, 6, 7, *pad], [101, 5, 6, 8, *pad], [102, 5, 6, 9, *pad], [103, 1, 2, 3, *pad]], 104
+        ),
         by_hand([[101, 100, 5, 6, *pad], [102, 101, 100, 7, *pad]], 103),
     ):
         plan.oracle(step)

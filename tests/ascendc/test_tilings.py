@@ -30,7 +30,10 @@ SERVE = {
     "bytes1": 128,
 }
 COMPACT = {key: SERVE[key] for key in ("requests", "tokens")} | {"width": 2048}
-COMPACT |= {key: SERVE[key] for key in ("hot_rows", "slots", "blocks", "block_size", "table_width", "bytes0", "bytes1")}
+COMPACT |= {
+    key: SERVE[key]
+    for key in ("hot_rows", "slots", "blocks", "block_size", "table_width", "bytes0", "bytes1")
+}
 INSTALL = COMPACT | {"capacity": 2048}
 INSTALL = {
     key: INSTALL[key]
@@ -95,7 +98,10 @@ def test_the_workspace_of_a_plan(kernels: Kernels) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sets": 32, "width": 128}, "sets: the kernel needs at least 64 per row, got 32; use a topk_buffer_size of"),
+        (
+            {"sets": 32, "width": 128},
+            "sets: the kernel needs at least 64 per row, got 32; use a topk_buffer_size of",
+        ),
         ({"sets": 96}, "sets: must be a power of two, got 96"),
         ({"ways": 8}, "ways: must be 16 or 32, got 8"),
         ({"max_query": 5}, "query tokens per request: must be 1 to 4, got 5"),
@@ -150,15 +156,27 @@ def test_rows_that_share_lines_stay_with_one_core(kernels: Kernels) -> None:
     [
         ("dsa_serve", {"bytes0": 100}, r"row_bytes\[0\]: must be a multiple of 16, got 100"),
         ("dsa_serve", {"bytes0": 0}, r"row_bytes\[0\]: must be 16 to 8192, got 0"),
-        ("dsa_serve", {"bytes0": 656, "slots": 127}, "pool: rows of 127 slots of 656 bytes must begin on a line"),
+        (
+            "dsa_serve",
+            {"bytes0": 656, "slots": 127},
+            "pool: rows of 127 slots of 656 bytes must begin on a line",
+        ),
         ("dsa_serve", {"table_width": 60000}, "unified buffer: .* narrower block table"),
         ("dsa_serve", {"requests": 20000}, "unified buffer: .* use fewer requests per call"),
         ("dsa_serve", {"blocks": 1 << 25}, r"host: must have less than 2\^31 tokens"),
         ("dsa_serve_compact", {"slots": 0}, "slots per row: must be 1 to"),
         ("dsa_install", {"capacity": 0}, "miss capacity: must be 1 to"),
-        ("gather_selection", {"pitch": 2049}, r"status pitch \(allocate .* must be a multiple of 16, got 2049"),
+        (
+            "gather_selection",
+            {"pitch": 2049},
+            r"status pitch \(allocate .* must be a multiple of 16, got 2049",
+        ),
         ("gather_selection", {"pitch": 2048}, "status pitch: must be 2049 to"),
-        ("gather_selection", {"width": 17, "pitch": 32, "bytes0": 16}, "selection: 17 rows of 16 bytes must end with"),
+        (
+            "gather_selection",
+            {"width": 17, "pitch": 32, "bytes0": 16},
+            "selection: 17 rows of 16 bytes must end with",
+        ),
     ],
 )
 def test_rows_refused(kernels: Kernels, op: str, changes: dict[str, int], message: str) -> None:

@@ -206,6 +206,11 @@ std::string describe(const PlanTiling& data) {
   return out.str();
 }
 
+// With what depends on the shape as well.
+std::string describe_plan(const PlanShape& shape, const PlanTiling& data) {
+  return describe(data) + "ub_bytes " + std::to_string(plan_ub_bytes(shape, data)) + '\n';
+}
+
 template <typename Data>
 int32_t tell(const Tiled<Data>& tiled, char* text, int64_t bytes) {
   put(tiled.ok() ? describe(tiled.data) : tiled.refusal, text, bytes);
@@ -219,12 +224,14 @@ extern "C" {
 // 0: ran; `text` has a line "R report" for each report and "S key api hits" for each synchronisation site.
 // 2: refused; `text` says why. 3: no such operator, or not its arguments.
 int32_t kernels_run(const char* name, const Argument* args, int32_t count, const int64_t* shape, int32_t shape_count,
-                    int32_t cores, int32_t schedule, const char* drop, char* text, int64_t text_bytes) {
+                    int32_t cores, int32_t schedule, int32_t ub_bytes, const char* drop, char* text,
+                    int64_t text_bytes) {
   const auto found = operators().find(name);
   if (found == operators().end() || found->second.arguments != count || found->second.shape != shape_count) return 3;
   Call call{args, count, shape, shape_count, {}};
   call.options.cores = cores;
   call.options.schedule = static_cast<acpu::Schedule>(schedule);
+  call.options.ub_bytes = static_cast<uint32_t>(ub_bytes);
   if (*drop != 0) call.options.drop = {drop};
   const Outcome outcome = found->second.run(call);
   if (!outcome.refusal.empty()) {
@@ -257,6 +264,9 @@ int32_t kernels_tile(const char* name, const int64_t* shape, int32_t shape_count
   if (op == "gather_selection") {
     return tell(tile_gather_selection(shape_of<GatherShape>(call), cores), text, text_bytes);
   }
-  return tell(tile_dsa_plan(shape_of<PlanShape>(call), cores), text, text_bytes);
+  const auto shape_of_plan = shape_of<PlanShape>(call);
+  const auto tiled = tile_dsa_plan(shape_of_plan, cores);
+  put(tiled.ok() ? describe_plan(shape_of_plan, tiled.data) : tiled.refusal, text, text_bytes);
+  return tiled.ok() ? 0 : 2;
 }
 }

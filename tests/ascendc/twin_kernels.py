@@ -17,6 +17,7 @@ BUILD = ROOT / "build" / "kernels-twin"
 SCHEDULES = ("eager", "lazy", "lazy_reverse")
 IN, IN_OUT, OUT = 0, 1, 2
 LINE = 64
+UB_BYTES = 192 * 1024
 REPORT_INTS = 8
 TEXT_BYTES = 1 << 20
 
@@ -92,6 +93,7 @@ class Kernels:
         cores: int,
         schedule: str,
         drop: str = "",
+        ub_bytes: int = UB_BYTES,
     ) -> Ran:
         packed = (Argument * len(args))()
         for i, (name, tensor, use) in enumerate(args):
@@ -111,6 +113,7 @@ class Kernels:
             len(shape),
             cores,
             SCHEDULES.index(schedule),
+            ub_bytes,
             drop.encode(),
             text,
             TEXT_BYTES,

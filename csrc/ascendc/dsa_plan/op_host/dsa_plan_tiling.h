@@ -22,6 +22,9 @@ struct PlanShape {
   bool compact;
 };
 
+// Select keeps this much of the unified buffer for itself.
+inline constexpr int64_t kSelectBytes = 8 * 1024;
+
 // Bytes of the unified buffer that the first phase needs for a part of `part_sets` sets; as PlanSets::init.
 inline int64_t plan_sets_bytes(const PlanShape& shape, int64_t padded, int64_t part_sets) {
   const int64_t slots = part_sets * shape.ways;
@@ -31,8 +34,8 @@ inline int64_t plan_sets_bytes(const PlanShape& shape, int64_t padded, int64_t p
   const int64_t positions = 2 * ub_ints(shape.max_query * padded) + 2 * ub_ints(list);
   const int64_t masks = align_up(shape.max_query * padded / 8, kUbBlockBytes) + align_up(padded / 8, kUbBlockBytes);
   const int64_t look_up = 3 * kLookUpIds * kUbBlockBytes + 7 * kLookUpIds * 4 + kLookUpIds + 3 * kUbBlockBytes;
-  const int64_t scan = 2 * kScanSlots / 8 + kScanSlots + 3 * kScanSlots;
-  return requests + state + positions + masks + look_up + scan + 2 * kLineBytes + kRecordInts * 4;
+  const int64_t scan = 2 * kScanSlots / 8 + 3 * kScanSlots + 2 * kLineBytes;
+  return requests + state + positions + masks + look_up + scan + kRecordInts * 4 + kSelectBytes;
 }
 
 // As PlanRows::init.
@@ -41,8 +44,8 @@ inline int64_t plan_rows_bytes(const PlanShape& shape, int64_t padded, int64_t p
   const int64_t requests = 2 * ub_ints(shape.requests) + ub_ints(shape.requests + 1);
   const int64_t positions = 2 * ub_ints(shape.max_query * padded) + 6 * ub_ints(padded);
   const int64_t state = slots + align_up(shape.sets, kUbBlockBytes) + kScanSlots;
-  const int64_t kinds = shape.compact ? 12 * kLookUpIds * 4 : 0;
-  return requests + positions + state + kinds + 2 * align_up(padded / 8, kUbBlockBytes) +
+  const int64_t kinds = shape.compact ? 11 * kLookUpIds * 4 + 2 * kLookUpIds / 8 + kSelectBytes : 0;
+  return requests + positions + state + kinds + align_up(padded / 8, kUbBlockBytes) +
          (int64_t{2} << id_table_bits) + (parts + 1) * kRecordInts * 4 + (kMaxQueryTokens + 1) * kUbBlockBytes;
 }
 
@@ -95,6 +98,13 @@ inline int64_t workspace_bytes(const PlanTiling& data) {
   return data.states_offset + int64_t{data.requests} * data.sets * data.ways;
 }
 
+// Of the unified buffer, in the phase that needs most.
+inline int64_t plan_ub_bytes(const PlanShape& shape, const PlanTiling& data) {
+  const int64_t first = plan_sets_bytes(shape, data.padded_width, data.part_sets);
+  const int64_t second = plan_rows_bytes(shape, data.padded_width, data.parts, data.id_table_bits);
+  return first > second ? first : second;
+}
+
 inline Tiled<PlanTiling> tile_dsa_plan(const PlanShape& shape, int64_t cores) {
   Tiled<PlanTiling> tiled;
   PlanTiling& data = tiled.data;
@@ -103,13 +113,6 @@ inline Tiled<PlanTiling> tile_dsa_plan(const PlanShape& shape, int64_t cores) {
   if (!tiled.ok()) return tiled;
   const int64_t padded = align_up(shape.width, kLookUpIds);
   const int64_t parts = choose_parts(shape, padded, cores);
-  const int32_t table_bits = log2_of(2 * shape.max_query * shape.width);
-  const int64_t first = plan_sets_bytes(shape, padded, shape.sets / parts);
-  const int64_t second = plan_rows_bytes(shape, padded, parts, table_bits);
-  const int64_t most = first > second ? first : second;
-  check.require(most <= kUbBytes, "unified buffer: the plan needs " + std::to_string(most) + " of " +
-                                      std::to_string(kUbBytes) + " bytes; use fewer requests per call, a smaller "
-                                      "top-k or fewer slots per row");
   data.cores = static_cast<int32_t>(cores);
   data.requests = static_cast<int32_t>(shape.requests);
   data.tokens = static_cast<int32_t>(shape.tokens);
@@ -125,10 +128,14 @@ inline Tiled<PlanTiling> tile_dsa_plan(const PlanShape& shape, int64_t cores) {
   data.part_sets = static_cast<int32_t>(shape.sets / parts);
   data.part_set_bits = log2_of(data.part_sets);
   data.list_entries = static_cast<int32_t>(padded > kScanSlots ? padded : kScanSlots);
-  data.id_table_bits = table_bits;
+  data.id_table_bits = log2_of(2 * shape.max_query * shape.width);
   data.miss_capacity = static_cast<int32_t>(shape.miss_capacity);
   data.compact = shape.compact ? 1 : 0;
   lay_out_workspace(data);
+  const int64_t needed = plan_ub_bytes(shape, data);
+  check.require(needed <= kUbBytes, "unified buffer: the plan needs " + std::to_string(needed) + " of " +
+                                        std::to_string(kUbBytes) + " bytes; use fewer requests per call, a smaller "
+                                        "top-k or fewer slots per row");
   return tiled;
 }
 

@@ -47,6 +47,8 @@ class PlanKinds {
 
  private:
   static constexpr int32_t kRound = kLookUpIds;
+  static constexpr int32_t kPlaneBits = 10;  // log2 of the bytes of a round's int32
+  static_assert((1 << kPlaneBits) == kRound * 4, "a plane holds one round");
   static constexpr float kPoolHit = 1;  // see vllm_kvoffload/ops/types.py
   static constexpr float kOldMiss = 2;
   static constexpr float kDecodeWindow = 3;
@@ -65,7 +67,7 @@ class PlanKinds {
       AscendC::PipeBarrier<PIPE_V>();
       AscendC::Sub(offsets, offsets, bounded_, kRound);  // plane
       AscendC::PipeBarrier<PIPE_V>();
-      AscendC::ShiftLeft(bounded_, offsets, log2_plane_bytes(), kRound);
+      AscendC::ShiftLeft(bounded_, offsets, kPlaneBits, kRound);
       AscendC::ShiftLeft(scratch, scratch, 2, kRound);
       AscendC::PipeBarrier<PIPE_V>();
       AscendC::Add(offsets, bounded_, scratch, kRound);
@@ -75,9 +77,6 @@ class PlanKinds {
     AscendC::PipeBarrier<PIPE_V>();
     AscendC::Gather(absent_, planes_, offsets_.ReinterpretCast<uint32_t>(), 0, 2 * kRound);
   }
-
-  static constexpr int32_t log2_plane_bytes() { return 10; }
-  static_assert((1 << 10) == kRound * 4, "a plane holds one round of int32");
 
   // Where the bit of `mask` is not set, the kind becomes `kind`.
   __aicore__ inline void unless(const AscendC::LocalTensor<uint8_t>& mask, float kind) {

@@ -179,17 +179,23 @@ class PlanSets {
     const uint64_t hits = pack(list_, values_[at], hit_, tiling_.padded_width);
     KVOFFLOAD_ORDER(V_S);
     const int32_t before = plan_value(kHowHit, part_ * part_slots_);  // value of the part's first slot
-    const uint8_t mark = kWayNeeded | (tiling_.policy == kClock ? 1 : 0);
-    if (tiling_.policy == kFifo) {  // ages are none of its business
-      for (uint64_t i = 0; i < hits; ++i) {
-        const int32_t slot = list_.GetValue(i) - before;
-        sets_.set_byte(slot, sets_.byte(slot) | mark);
-      }
-    } else {
-      for (uint64_t i = 0; i < hits; ++i) sets_.set_byte(list_.GetValue(i) - before, mark);
+    const AscendC::LocalTensor<uint64_t> pairs = list_.ReinterpretCast<uint64_t>();  // half the reads
+    for (uint64_t i = 0; i < hits / 2; ++i) {
+      const uint64_t pair = pairs.GetValue(i);
+      mark_hit(static_cast<int32_t>(pair) - before);
+      mark_hit(static_cast<int32_t>(pair >> 32) - before);
     }
+    if (hits % 2 != 0) mark_hit(list_.GetValue(hits - 1) - before);
     count(kRecordHitPositions, static_cast<int32_t>(hits));
     KVOFFLOAD_ORDER(S_V);
+  }
+
+  __aicore__ inline void mark_hit(int32_t slot) {
+    if (tiling_.policy == kFifo) {  // ages are none of its business
+      sets_.set_byte(slot, sets_.byte(slot) | kWayNeeded);
+    } else {
+      sets_.set_byte(slot, tiling_.policy == kClock ? kWayNeeded | 1 : kWayNeeded);
+    }
   }
 
   __aicore__ inline void count(int32_t which, int32_t more) {
