@@ -135,12 +135,27 @@ def test_a_failing_disk_ends_the_recording_not_the_engine(tmp_path, log):
     with log.at_level(logging.INFO, logger="vllm.vllm_kvoffload.trace.recorder"):
         for step in range(6):
             record(recorder, step)
-            time.sleep(0.02)
         recorder.close()
     assert log.text.count("ended after 2 steps") == 1
     assert "No space left" in log.text
-    assert recorder.dropped >= 1
-    assert [step.step for step in TraceReader(tmp_path / "t")] == [0, 1]
+    assert "recorded" not in log.text
+    assert recorder.dropped == 4
+    reader = TraceReader(tmp_path / "t")
+    assert [step.step for step in reader] == [0, 1]
+    assert not reader.closed
+
+
+def test_a_disk_that_really_is_full(tmp_path, log):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full here")
+    writer = TraceWriter(tmp_path / "t", HEADER)
+    with open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), writer._file.fileno())
+    recorder = TraceRecorder(writer)
+    for step in range(3):
+        record(recorder, step)
+    recorder.close()
+    assert log.text.count("No space left") == 1
 
 
 def test_existing_files_are_refused_at_once(tmp_path):

@@ -111,7 +111,11 @@ def trace_report(path: Path) -> dict[str, Any]:
             longest = max(longest, request.seq_len)
             query_tokens += request.query_len
             ids += sum(map(len, request.ids))
-    state = "complete" if reader.closed else "not closed: its engine was killed, or is still recording"
+    state = (
+        "complete"
+        if reader.closed
+        else "not closed: its engine is still recording, was killed, or had to stop recording"
+    )
     if reader.damaged_at is not None:
         state += f"; readable up to byte {reader.damaged_at:,} of {reader.file_bytes:,}"
     return {

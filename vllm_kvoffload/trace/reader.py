@@ -58,7 +58,7 @@ class TraceReader:
         header: what the trace is of.
         file_bytes: its size.
         dropped: record calls that the recorder lost.
-        closed: False when the trace has no end: its process died, or is still writing.
+        closed: False when the trace has no end: its process is still writing, died, or had to stop.
         damaged_at: None, or the offset of the first byte that is no part of a whole record.
 
     Raises TraceError when the file is no trace. Iterating raises it for a record that contradicts itself.

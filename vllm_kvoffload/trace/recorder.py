@@ -141,20 +141,23 @@ class TraceRecorder:
                     self._fail(error)
             with self._lock:
                 self._waiting_bytes -= call.topk.nbytes
+                self._dropped += self._failed
             self._spares.append(call.memory)
+        if self._failed:
+            self._writer.abandon()
+            return
         try:
             self._note_drops(self._dropped)
             self._writer.close()
         except Exception as error:
             self._fail(error)
             return
-        if not self._failed:
-            logger.info(
-                "Trace %s: %d steps recorded, %d dropped",
-                self._writer.path,
-                self._writer.steps,
-                self._writer.dropped,
-            )
+        logger.info(
+            "Trace %s: %d steps recorded, %d dropped",
+            self._writer.path,
+            self._writer.steps,
+            self._writer.dropped,
+        )
 
     def _write(self, call: _Call) -> None:
         self._note_drops(call.dropped)
@@ -164,7 +167,7 @@ class TraceRecorder:
 
     def _note_drops(self, dropped: int) -> None:
         count = dropped - self._writer.dropped
-        if count and not self._failed:
+        if count:
             if not self._writer.dropped:
                 logger.warning(
                     "The trace %s has gaps: its writer can't keep up with the engine", self._writer.path
@@ -172,8 +175,5 @@ class TraceRecorder:
             self._writer.write_dropped(count)
 
     def _fail(self, error: Exception) -> None:
-        if not self._failed:
-            logger.error(
-                "Recording in %s ended after %d steps: %s", self._writer.path, self._writer.steps, error
-            )
         self._failed = True
+        logger.error("Recording in %s ended after %d steps: %s", self._writer.path, self._writer.steps, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -124,6 +125,11 @@ class TraceWriter:
         """Marks the trace as complete. Does nothing the second time."""
         if not self._file.closed:
             self._file.write(pack_record(END, struct.pack("<QQ", self.steps, self.dropped)))
+            self._file.close()
+
+    def abandon(self) -> None:
+        """Closes the file without its end, as a killed process would leave it. Never raises."""
+        with contextlib.suppress(OSError):
             self._file.close()
 
     @staticmethod
