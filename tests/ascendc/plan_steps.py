@@ -162,8 +162,8 @@ def make_step(
 class PlanOnTwin:
     """The oracle's state and outputs, and copies of them for the kernel.
 
-    Each step the kernel starts from what the oracle started from, so that many settings can be run on one of the
-    oracle's steps.
+    Each step the kernel starts from what the oracle started from, so that many settings can be run on one
+    of the oracle's steps.
     """
 
     def __init__(self, shape: Shape) -> None:

@@ -1,4 +1,4 @@
-"""dsa_plan on the CPU twin: equal to the oracle in every output and state byte, and no report from the twin."""
+"""dsa_plan on the CPU twin: equal to the oracle in every output and state byte, and no report."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ class PlanRows {
     init_state(pipe);
     if (tiling.compact != 0) kinds_.init(pipe, args, tiling);
     init_global(args);
-    KVOFFLOAD_ORDER(V_MTE3);
     KVOFFLOAD_ORDER(S_MTE3);
   }
 
@@ -45,23 +44,20 @@ class PlanRows {
     const int32_t width = tiling_.padded_width;
     pipe.InitBuffer(ids_buffer_, positions * 4);
     pipe.InitBuffer(values_buffer_, positions * 4);
-    pipe.InitBuffer(lists_buffer_, 6 * width * 4);
+    pipe.InitBuffer(lists_buffer_, 4 * width * 4);
+    pipe.InitBuffer(parts_, 2, width * 4);
     pipe.InitBuffer(mask_buffer_, width / 8);
     ids_ = ids_buffer_.Get<int32_t>();
     values_ = values_buffer_.Get<int32_t>();
     AscendC::LocalTensor<int32_t> lists = lists_buffer_.Get<int32_t>();
     numbers_ = lists;
-    none_ = lists[width];
-    more_ = lists[2 * width];
-    how_ = lists[3 * width];
-    slots_ = lists[4 * width];
-    list_ = lists[5 * width];
+    how_ = lists[width];
+    slots_ = lists[2 * width];
+    list_ = lists[3 * width];
     mask_ = mask_buffer_.Get<uint8_t>();
     AscendC::CreateVecIndex(numbers_, 0, width);
-    AscendC::Duplicate(none_, -1, width);
     AscendC::Duplicate(ids_, -1, positions);    // behind the ids of each token
     AscendC::Duplicate(values_, 0, positions);  // and behind their values
-    AscendC::Duplicate(more_, 0, width);
   }
 
   __aicore__ inline void init_state(AscendC::TPipe& pipe) {
@@ -97,7 +93,10 @@ class PlanRows {
 
   // A token without a plan.
   __aicore__ inline void leave_out(int32_t token) {
-    store(slots_gm_, static_cast<uint64_t>(token) * tiling_.width, none_, tiling_.width);
+    AscendC::Duplicate(slots_, -1, tiling_.width);
+    KVOFFLOAD_ORDER(V_MTE3);
+    store(slots_gm_, static_cast<uint64_t>(token) * tiling_.width, slots_, tiling_.width);
+    KVOFFLOAD_ORDER(MTE3_V);
     if (tiling_.compact != 0) kinds_.leave_out(token);
   }
 
@@ -141,16 +140,26 @@ class PlanRows {
     }
     KVOFFLOAD_ORDER(MTE2_S);
     KVOFFLOAD_ORDER(MTE2_V);
-    for (int32_t part = 1; part < tiling_.parts; ++part) {
-      for (int32_t t = 0; t < query_; ++t) {
-        load(more_, part_values_, part_token(part, t), tiling_.width);
-        KVOFFLOAD_ORDER(MTE2_V);
-        AscendC::Add(values_[t * tiling_.padded_width], values_[t * tiling_.padded_width], more_,
-                     tiling_.padded_width);
-        AscendC::PipeBarrier<PIPE_V>();
-        KVOFFLOAD_ORDER(V_MTE2);
-      }
+    const int32_t others = (tiling_.parts - 1) * query_;  // while one is added the next is read
+    for (int32_t i = 0; i < others; ++i) {
+      read_part(1 + i / query_, i % query_);
+      if (i > 0) add_part((i - 1) % query_);
     }
+    if (others > 0) add_part((others - 1) % query_);
+  }
+
+  __aicore__ inline void read_part(int32_t part, int32_t t) {
+    AscendC::LocalTensor<int32_t> values = parts_.AllocTensor<int32_t>();
+    load(values, part_values_, part_token(part, t), tiling_.width);
+    parts_.EnQue(values);
+  }
+
+  __aicore__ inline void add_part(int32_t t) {
+    AscendC::LocalTensor<int32_t> values = parts_.DeQue<int32_t>();
+    const int32_t at = t * tiling_.padded_width;
+    AscendC::Add(values_[at], values_[at], values, tiling_.width);
+    AscendC::PipeBarrier<PIPE_V>();
+    parts_.FreeTensor(values);
   }
 
   __aicore__ inline int32_t sum(int32_t which) const {
@@ -354,6 +363,7 @@ class PlanRows {
   AscendC::TBuf<AscendC::TPosition::VECCALC> ids_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> values_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> lists_buffer_;
+  AscendC::TQue<AscendC::TPosition::VECIN, 2> parts_;  // values of one part and token
   AscendC::TBuf<AscendC::TPosition::VECCALC> mask_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> states_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> hands_buffer_;
@@ -364,8 +374,6 @@ class PlanRows {
   AscendC::LocalTensor<int32_t> ids_;
   AscendC::LocalTensor<int32_t> values_;
   AscendC::LocalTensor<int32_t> numbers_;  // 0, 1, 2, ...
-  AscendC::LocalTensor<int32_t> none_;     // -1
-  AscendC::LocalTensor<int32_t> more_;     // values of another part
   AscendC::LocalTensor<int32_t> how_;
   AscendC::LocalTensor<int32_t> slots_;
   AscendC::LocalTensor<int32_t> list_;

@@ -31,17 +31,18 @@ class PlanTotals {
       const int32_t end = first + kRequests < tiling_.requests ? first + kRequests : tiling_.requests;
       KVOFFLOAD_ORDER(MTE3_S);   // the requests before on their way out
       KVOFFLOAD_ORDER(S_MTE2);
-      for (int32_t n = first; n < end; ++n) {  // the others have none
-        if (requests_.planned(n)) {
-          load(totals_[(n - first) * kRecordInts], totals_gm_, static_cast<uint64_t>(n) * kRecordInts, kRecordInts);
-        }
+      uint32_t planned = 0;
+      for (int32_t n = first; n < end; ++n) {
+        if (!requests_.planned(n)) continue;  // has none
+        planned |= 1u << (n - first);
+        load(totals_[(n - first) * kRecordInts], totals_gm_, static_cast<uint64_t>(n) * kRecordInts, kRecordInts);
       }
       KVOFFLOAD_ORDER(MTE2_S);
-      for (int32_t n = first; n < end; ++n) add(n, n - first);
+      for (int32_t n = first; n < end; ++n) add(n, n - first, (planned >> (n - first) & 1) != 0);
       KVOFFLOAD_ORDER(S_MTE3);
       store(miss_counts_gm_, first, counts_, end - first);
       for (int32_t n = first; n < end; ++n) {
-        if (requests_.planned(n)) {
+        if ((planned >> (n - first) & 1) != 0) {
           store(high_gm_, requests_.row(n), lengths_[(n - first) * kUbBlockBytes / 4], 1);
         }
       }
@@ -52,15 +53,14 @@ class PlanTotals {
   }
 
  private:
-  static constexpr int32_t kRequests = 32;  // at a time
+  static constexpr int32_t kRequests = 32;  // at a time: bits of an uint32
   static constexpr int32_t kNewSlots = 32;
 
   __aicore__ inline int32_t total(int32_t at, int32_t which) const {
     return totals_.GetValue(at * kRecordInts + which);
   }
 
-  __aicore__ inline void add(int32_t n, int32_t at) {
-    const bool planned = requests_.planned(n);
+  __aicore__ inline void add(int32_t n, int32_t at, bool planned) {
     counts_.SetValue(at, planned ? total(at, kTotalMisses) : 0);
     lengths_.SetValue(at * kUbBlockBytes / 4, requests_.seq_len(n));
     for (int32_t t = 0; t < requests_.query(n); ++t) append(planned ? total(at, kRecordNewSlots + t) : -1);
