@@ -58,10 +58,7 @@ void QueueState::free(const UbExtent& extent, SiteId site) {
   core_.retire(buffer->extent, pipes_.consumer);
   buffer->state = State::kFree;
   buffer->since = site;
-  if (pipes_.producer == pipes_.consumer) {
-    core_.barrier(pipes_.producer, site);
-    return;
-  }
+  if (!pipes_.ordered) return;
   buffer->event = core_.alloc_event(pipes_.consumer, pipes_.producer, site);
   core_.set_flag(pipes_.consumer, pipes_.producer, buffer->event, site);
 }
@@ -80,10 +77,7 @@ void QueueState::enqueue(const UbExtent& extent, SiteId site) {
   buffer->state = State::kQueued;
   buffer->since = site;
   fifo_.push_back(static_cast<size_t>(buffer - buffers_.data()));
-  if (pipes_.producer == pipes_.consumer) {
-    core_.barrier(pipes_.producer, site);
-    return;
-  }
+  if (!pipes_.ordered) return;
   buffer->event = core_.alloc_event(pipes_.producer, pipes_.consumer, site);
   core_.set_flag(pipes_.producer, pipes_.consumer, buffer->event, site);
 }
@@ -109,8 +103,10 @@ void QueueState::destroy(SiteId site) {
   for (Buffer& buffer : buffers_) {
     if (buffer.state == State::kQueued) {
       core_.report(Kind::kQueue, buffer.since, "its tensor is never dequeued");
-      core_.wait_flag(pipes_.producer, pipes_.consumer, buffer.event, site);
-      core_.release_event(pipes_.producer, pipes_.consumer, buffer.event, site);
+      if (buffer.event >= 0) {
+        core_.wait_flag(pipes_.producer, pipes_.consumer, buffer.event, site);
+        core_.release_event(pipes_.producer, pipes_.consumer, buffer.event, site);
+      }
     } else if (buffer.state != State::kFree) {
       core_.report(Kind::kQueue, buffer.since, "its tensor is never freed");
     } else if (buffer.event >= 0) {

@@ -8,10 +8,11 @@
 
 namespace acpu {
 
-// The pipe that fills a queue's buffers and the one that uses them.
+// The pipe that fills a queue's buffers and the one that uses them; whether the queue orders the two.
 struct QueuePipes {
   Pipe producer;
   Pipe consumer;
+  bool ordered = true;
 };
 
 class QueueState {

@@ -269,6 +269,21 @@ TEST(copy_engine_after_a_scalar_write) {
   }
 }
 
+TEST(a_flag_before_the_clean_is_too_early) {
+  Gm<int32_t> y(kLine, 1);
+  CHECK_ONLY(launch(y, acpu::RegionUse::kInOut, {}, [&] {
+    TPipe pipe;
+    TBuf<TPosition::VECCALC> buffer;
+    pipe.InitBuffer(buffer, 64);
+    auto global = y.tensor();
+    global.SetValue(3, 9);
+    order<HardEvent::S_MTE2>();
+    flush(global);
+    DataCopy(buffer.Get<int32_t>(), global, kLine);
+  }),
+             kRace);
+}
+
 TEST(another_core_after_a_scalar_write) {
   for (bool clean : {true, false}) {
     Gm<int32_t> y(kLine, 1);

@@ -158,6 +158,11 @@ TEST(scalar_accesses_to_global_memory_are_checked) {
   CHECK_ONLY(launch(acpu::RegionUse::kIn, [&] { x.tensor().GetValue(16); }), kGmOutOfBounds);
   CHECK_ONLY(launch(acpu::RegionUse::kOut, [&] { x.tensor().GetValue(0); }), kUninitialisedRead);
   CHECK_HAS(launch(acpu::RegionUse::kIn, [&] { x.tensor().SetValue(0, 1); }), kReadOnlyWrite);
+  const acpu::Result twice = launch(acpu::RegionUse::kOut, [&] {
+    x.tensor().GetValue(0);
+    x.tensor().GetValue(0);  // reading is not writing
+  });
+  CHECK(twice.reports.size() == 2);
 }
 
 struct Tiling {

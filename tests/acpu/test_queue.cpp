@@ -197,6 +197,42 @@ TEST(queue_misuse) {
   CHECK_ONLY(run([] { TPipe one, two; }), kQueue);
 }
 
+TEST(a_queue_of_one_pipe_orders_nothing) {
+  for (bool barrier : {true, false}) {
+    const acpu::Result result = run([=] {
+      TPipe pipe;
+      TQue<TPosition::VECCALC, 1> queue;
+      pipe.InitBuffer(queue, 1, 256);
+      auto a = queue.AllocTensor<int32_t>();
+      Duplicate(a, 1, kCount);
+      queue.EnQue(a);
+      a = queue.DeQue<int32_t>();
+      if (barrier) PipeBarrier<PIPE_V>();
+      Adds(a, a, 1, kCount);
+      queue.FreeTensor(a);
+    });
+    if (barrier) {
+      CHECK_CLEAN(result);
+    } else {
+      CHECK_ONLY(result, kRace);
+    }
+  }
+}
+
+TEST(buffers_take_turns) {
+  CHECK_CLEAN(run([] {
+    TPipe pipe;
+    TQue<TPosition::VECIN, 1> in;
+    pipe.InitBuffer(in, 2, 64);
+    auto a = in.AllocTensor<int32_t>();
+    const uint32_t first = a.acpu_address();
+    in.FreeTensor(a);
+    a = in.AllocTensor<int32_t>();
+    CHECK(a.acpu_address() != first);
+    in.FreeTensor(a);
+  }));
+}
+
 TEST(depth_two_takes_two) {
   CHECK_CLEAN(run([] {
     TPipe pipe;
@@ -239,6 +275,7 @@ TEST(a_freed_tensor_is_gone) {
                auto a = queue.AllocTensor<int32_t>();
                Duplicate(a, 1, kCount);
                queue.FreeTensor(a);
+               PipeBarrier<PIPE_V>();
                a = queue.AllocTensor<int32_t>();
                Adds(a, a, 1, kCount);
                queue.FreeTensor(a);
@@ -277,6 +314,19 @@ TEST(reset_gives_the_buffer_back) {
                Duplicate(old, 1, kCount);
              }),
              kUseAfterFree);
+  CHECK_ONLY(run([] {  // what the buffer held is gone
+               TPipe pipe;
+               for (int round = 0; round < 2; ++round) {
+                 TBuf<TPosition::VECCALC> buffer;
+                 pipe.InitBuffer(buffer, 256);
+                 auto a = buffer.Get<int32_t>();
+                 if (round == 0) Duplicate(a, 1, kCount);
+                 PipeBarrier<PIPE_ALL>();
+                 if (round == 1) a.GetValue(0);
+                 pipe.Reset();
+               }
+             }),
+             kUninitialisedRead);
   CHECK_CLEAN(run([] {  // one TPipe after the other: its end waits for all pipes
     for (int round = 0; round < 2; ++round) {
       TPipe pipe;

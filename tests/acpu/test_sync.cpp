@@ -57,6 +57,8 @@ TEST(missing_mte2_v_is_a_race_and_changes_the_result) {
     CHECK((y[0] == 42) == (schedule != acpu::Schedule::kLazy));
     CHECK(result.reports[0].site.api == "Adds" && result.reports[0].other.api == "DataCopy");
     CHECK(result.reports[0].site.line != result.reports[0].other.line);
+    // What comes after the second access in order is not reported against the first.
+    CHECK(result.reports.size() == 1);
   }
 }
 
@@ -212,6 +214,36 @@ TEST(ordering_is_transitive) {
           });
   CHECK_CLEAN(result);
   CHECK(y[9] == 1);
+}
+
+TEST(every_reader_is_ordered) {
+  for (int missing = 0; missing < 3; ++missing) {
+    Gm<int32_t> x(kCount, 1), y(kCount);
+    const acpu::Result result = acpu::Launch({})
+                                    .region(x.data, x.bytes(), acpu::RegionUse::kIn, "x")
+                                    .region(y.data, y.bytes(), acpu::RegionUse::kOut, "y")
+                                    .run([&] {
+                                      TPipe pipe;
+                                      TBuf<TPosition::VECCALC> a, b;
+                                      pipe.InitBuffer(a, kBytes);
+                                      pipe.InitBuffer(b, kBytes);
+                                      auto tensor = a.Get<int32_t>();
+                                      DataCopy(tensor, x.tensor(), kCount);
+                                      order<HardEvent::MTE2_V>();
+                                      if (missing != 1) order<HardEvent::MTE2_MTE3>();
+                                      Adds(b.Get<int32_t>(), tensor, 1, kCount);
+                                      DataCopy(y.tensor(), tensor, kCount);
+                                      if (missing != 2) order<HardEvent::V_MTE2>();
+                                      order<HardEvent::MTE3_MTE2>();
+                                      DataCopy(tensor, x.tensor(), kCount);
+                                    });
+    if (missing == 0) {
+      CHECK_CLEAN(result);
+    } else {
+      CHECK_ONLY(result, kRace);
+      CHECK(result.reports.size() == 1);
+    }
+  }
 }
 
 TEST(overlapping_stores_to_global_memory_need_a_barrier) {

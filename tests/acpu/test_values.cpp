@@ -262,6 +262,12 @@ TEST(gather_mask_by_tensor) {
     for (int i = 0; i < 35; ++i) CHECK(got[i] == 2 + 2 * i && got[35 + i] == 34 + 2 * i);
     GatherMask(out, source, mask, false, 0, {1, 2, 8, 0}, kept);  // 256 bytes a repeat
     CHECK(kept == 64 && bench.read(out, 64)[63] == 128);
+    auto bits = bench.space<uint8_t>(32);
+    CompareScalar(bits, source, 9, CMPMODE::EQ, 64);
+    PipeBarrier<PIPE_V>();
+    GatherMask(out, source, bits.ReinterpretCast<uint32_t>(), true, 64, {1, 1, 8, 8}, kept);
+    CHECK(kept == 1);  // the count is there at once, the mask not before the vector unit is done
+    CHECK(bench.read(out, 1)[0] == 9);
     auto none = bench.filled(std::vector<uint32_t>(8, 0));
     GatherMask(out, source, none, true, 64, {1, 1, 8, 8}, kept);
     CHECK(kept == 0);

@@ -37,7 +37,7 @@ constexpr ::acpu::QueuePipes queue_pipes(TPosition src, TPosition dst) {
   if (src == TPosition::GM) return {Pipe::kMte2, Pipe::kV};
   if (dst == TPosition::GM) return {Pipe::kV, Pipe::kMte3};
   if (src == TPosition::VECIN && dst == TPosition::VECOUT) return {Pipe::kMte2, Pipe::kMte3};
-  return {Pipe::kV, Pipe::kV};
+  return {Pipe::kV, Pipe::kV, false};  // between vector instructions: PipeBarrier's business
 }
 
 }  // namespace detail
