@@ -116,7 +116,9 @@ def make_batch(layout: Layout, seed: int) -> Batch:
     starts = np.concatenate([[0], np.cumsum(query)])
     capacity = layout.table_width * layout.block_size
     seq_lens = np.maximum(rng.integers(capacity // 2, capacity, layout.requests), query)
-    tables = np.stack([rng.permutation(layout.blocks)[: layout.table_width] for _ in range(layout.requests)])
+    tables = np.zeros((layout.requests, layout.table_width), np.int32)
+    for table in tables:
+        table[:] = rng.permutation(layout.blocks)[: layout.table_width]
     tokens = int(starts[-1]) + layout.padding
     return Batch(
         layout,

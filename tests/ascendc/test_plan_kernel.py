@@ -132,6 +132,39 @@ def test_a_row_without_reset(kernels: Kernels) -> None:
     assert plan.out.stats[1] == 64
 
 
+def test_requests_that_the_host_should_have_refused(kernels: Kernels) -> None:
+    """Too many query tokens, a row that isn't there, a length below the query's: no plan, nothing touched.
+
+    What they get is what the oracle gives requests without a row; their neighbours are planned.
+    """
+    shape = Shape(4, 16, 64, 16, "rrip", 2, rows=4)
+    ids = torch.arange(16 * 8, dtype=torch.int32).reshape(8, 16)
+    starts = torch.tensor([0, 3, 4, 6, 8], dtype=torch.int32)
+    bad = Step(ids, starts, torch.tensor([500, 500, 1, 500]).int(), torch.tensor([0, 4, 1, 2]).int())
+    plan = PlanOnTwin(shape)
+    plan.oracle(Step(ids, starts, bad.seq_lens, torch.tensor([-1, -1, -1, 2]).int()))
+    for cores in CORES:
+        ran = plan.kernel(kernels, bad, cores, "lazy")
+        assert not ran.reports
+        assert plan.differences() == []
+    assert plan.out.stats[1] == 32
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_no_requests(kernels: Kernels, tokens: int) -> None:
+    shape = Shape(1, 16, 64, 16, "rrip", 1, compact=True)
+    none = torch.zeros(0, dtype=torch.int32)
+    step = Step(torch.zeros((tokens, 16), dtype=torch.int32), torch.zeros(1, dtype=torch.int32), none, none)
+    plan = PlanOnTwin(shape)
+    plan.before["stats"][:] = 7
+    plan.out.slots[:], plan.out.kinds[:] = 5, 6
+    plan.oracle(step)
+    plan.before["slots"][:], plan.before["kinds"][:] = 5, 6
+    ran = plan.kernel(kernels, step, 5, "lazy")
+    assert not ran.reports
+    assert plan.differences() == []
+
+
 def test_the_comparison_can_fail(kernels: Kernels) -> None:
     shape = Shape(1, 64, 64, 16, "clock")
     plan = PlanOnTwin(shape)

@@ -142,6 +142,49 @@ def test_bad_addresses_are_counted_and_touch_nothing(kernels: Kernels) -> None:
     assert (batch.fetched(), batch.refused()) == (layout.bytes, 2)
 
 
+def test_no_requests(kernels: Kernels) -> None:
+    """Zeros for all tokens of a selection, lengths of 0, no copy."""
+    layout = Layout(0, padding=3)
+    batch = make_batch(layout, 1)
+    misses = make_misses(batch, 1)
+    assert not serve(kernels, batch, misses, 5, "lazy").reports
+    assert batch.fetched() == 0
+    selection = Rows(layout, random_rows(batch.rng, 3, layout.width, layout.bytes))
+    assert not install(kernels, batch, misses, selection, 5, "lazy").reports
+    assert batch.hot.same()
+    assert not serve_compact(kernels, batch, make_kinds(batch), selection, 5, "lazy").reports
+    assert not selection.joined().any()
+    selections = Selections(layout, 1)
+    lengths = aligned(torch.full((3,), -5, dtype=torch.int32))
+    ran = gather(kernels, batch, selections, make_topk(batch, selections), lengths, 5, "lazy")
+    assert not ran.reports
+    assert selections.same()
+    assert lengths.tolist() == [0, 0, 0]
+
+
+def test_a_status_that_gather_selection_did_not_write(kernels: Kernels) -> None:
+    """Ids twice, ids beyond the stable prefix: each is a hit at its first place or none."""
+    layout = Layout(2, width=16, max_query=1, padding=0)
+    batch = make_batch(layout, 8)
+    batch.rows.copy_(torch.tensor([0, 2], dtype=torch.int32))
+    batch.query_start_loc.copy_(torch.tensor([0, 1, 2][: len(batch.query_start_loc)], dtype=torch.int32))
+    batch.new_rows = Rows(layout, random_rows(batch.rng, 2, layout.bytes))
+    selections = Selections(layout, 1)
+    stable = batch.stable(0)
+    old = [9, 7, 9, stable, stable + 1, 3, 7, 4, 4, 4, 4, 4, 4, 4, 3, 5]
+    for row, count in ((0, 16), (2, 11)):
+        selections.status[row, 0] = torch.tensor([*old, count], dtype=torch.int32)
+    selections.padded[..., : layout.width + 1] = selections.status
+    topk = torch.tensor([[5, 4, stable, 9, -1, 5, 3, 1] * 2, [7, 3, 9, 0, 7, 11, 4, 4] * 2]).int()
+    topk = aligned(topk)
+    expected = torch.zeros(2, dtype=torch.int32)
+    lengths = aligned(expected)
+    fetched = oracle_gather(batch, selections, topk, expected)
+    ran = gather(kernels, batch, selections, topk, lengths, 2, "lazy")
+    assert lengths.tolist() == expected.tolist() == [6, 6]
+    check(ran, batch, fetched, selections.same(), ())
+
+
 def test_the_twin_sees_a_write_outside_the_pool(kernels: Kernels) -> None:
     """Control: the tiling is told of more slots than the pool has."""
     layout = Layout(1, width=32, slots=128)

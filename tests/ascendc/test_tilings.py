@@ -110,7 +110,7 @@ def test_the_workspace_of_a_plan(kernels: Kernels) -> None:
         ({"sets": 64}, "top-k: 1 query tokens of 2048 ids do not fit a row of 1024 slots"),
         ({"capacity": 1024}, "miss capacity: 1024 is less than the 2048 ids of a request"),
         ({"requests": 40000}, "unified buffer: the plan needs"),
-        ({"requests": 0}, "requests: must be 1 to"),
+        ({"requests": -1}, "requests: must be 0 to"),
         ({"rows": 1 << 20}, "pool: must have less than 2^31 slots in all"),
         ({"sets": 4096}, "slots per row: must be at most 32768"),
     ],

@@ -143,13 +143,15 @@ Outcome run_plan(const Call& call) {
   if (!tiled.ok()) return {tiled.refusal, {}};
   const auto* a = call.args;
   Lines workspace(static_cast<size_t>(workspace_bytes(tiled.data)));
-  return {"", launch_of(call)
-                  .region(workspace.data(), workspace.bytes(), acpu::RegionUse::kOut, "workspace")
-                  .run([&] {
-                    kvoffload_dsa_plan(a[0].data, a[1].data, a[2].data, a[3].data, a[4].data, a[5].data, a[6].data,
-                                       a[7].data, a[8].data, a[9].data, a[10].data, a[11].data, a[12].data,
-                                       a[13].data, a[14].data, a[15].data, workspace.data(), tiled.data);
-                  })};
+  acpu::Launch launch = launch_of(call);
+  if (workspace.bytes() > 0) {
+    launch.region(workspace.data(), workspace.bytes(), acpu::RegionUse::kOut, "workspace");
+  }
+  return {"", launch.run([&] {
+            kvoffload_dsa_plan(a[0].data, a[1].data, a[2].data, a[3].data, a[4].data, a[5].data, a[6].data,
+                               a[7].data, a[8].data, a[9].data, a[10].data, a[11].data, a[12].data, a[13].data,
+                               a[14].data, a[15].data, workspace.data(), tiled.data);
+          })};
 }
 
 struct Operator {

@@ -171,6 +171,7 @@ Tensor dsa_serve_compact_rows(at::IntArrayRef host, int64_t host_blocks, int64_t
   const int64_t tokens = new_rows[0].size(0);
   TORCH_CHECK_VALUE(tokens <= kinds.size(0) && tokens <= selection[0].size(0),
                     "new_rows: more tokens than kinds or selection");
+  if (tokens == 0) return new_reports(rows).zero_();
   const ServeCompactShape shape{rows.size(0), tokens,     kinds.size(1),       hot[0].size(0), hot[0].size(1),
                                 host_blocks,  block_size, block_table.size(1), {pool.row_bytes[0], pool.row_bytes[1]}};
   const Tiled<ServeCompactTiling> tiled = tile_dsa_serve_compact(shape, vector_cores());
@@ -203,6 +204,7 @@ Tensor dsa_install_rows(at::TensorList selection, at::TensorList hot, const Tens
   check_tensor("miss_slots", miss_slots, kInt, miss_positions.sizes());
   check_tensor("miss_counts", miss_counts, kInt, {miss_positions.size(0)});
   TORCH_CHECK_VALUE(rows.size(0) <= miss_positions.size(0), "rows: more requests than miss_positions");
+  if (selection[0].size(0) == 0) return new_reports(rows).zero_();
   const InstallShape shape{rows.size(0),   selection[0].size(0),   selection[0].size(1),
                            hot[0].size(0), hot[0].size(1),         miss_positions.size(1),
                            {pool.row_bytes[0], pool.row_bytes[1]}};
@@ -247,6 +249,7 @@ Tensor gather_selection_rows(at::IntArrayRef host, int64_t host_blocks, int64_t 
   const Components source = host_components(host, kept);
   check_tensor("block_table", block_table, kInt, {rows.size(0), -1});
   check_tensor("lengths", lengths, kInt, {topk.size(0)});
+  if (topk.size(0) == 0) return new_reports(rows).zero_();
   const GatherShape shape{rows.size(0),   topk.size(0),     topk.size(1), status.size(1),
                           status.size(0), status.stride(1), host_blocks,  block_size,
                           block_table.size(1), {kept.row_bytes[0], kept.row_bytes[1]}};

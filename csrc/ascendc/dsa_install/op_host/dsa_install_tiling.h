@@ -21,7 +21,7 @@ inline Tiled<InstallTiling> tile_dsa_install(const InstallShape& shape, int64_t 
   InstallTiling& data = tiled.data;
   Checker check(tiled.refusal);
   check.between("cores", cores, 1, kMaxCores);
-  check.between("requests", shape.requests, 1, kInt32Max);
+  check.between("requests", shape.requests, 0, kInt32Max);
   check.between("miss capacity", shape.miss_capacity, 1, kInt32Max);
   check_pool(check, shape.tokens, shape.width);
   check_pool(check, shape.hot_rows, shape.slots);

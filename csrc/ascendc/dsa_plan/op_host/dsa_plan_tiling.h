@@ -51,8 +51,8 @@ inline int64_t plan_rows_bytes(const PlanShape& shape, int64_t padded, int64_t p
 
 inline void check_plan_shape(Checker& check, const PlanShape& shape, int64_t cores) {
   check.between("cores", cores, 1, kMaxCores);
-  check.between("requests", shape.requests, 1, kInt32Max);
-  check.between("tokens", shape.tokens, 1, kInt32Max);
+  check.between("requests", shape.requests, 0, kInt32Max);
+  check.between("tokens", shape.tokens, 0, kInt32Max);
   check.between("query tokens per request", shape.max_query, 1, kMaxQueryTokens);
   check.between("top-k width", shape.width, 16, 8192);
   check.multiple("top-k width", shape.width, 16);

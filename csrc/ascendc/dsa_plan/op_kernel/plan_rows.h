@@ -33,7 +33,7 @@ class PlanRows {
         for (int32_t t = requests_.first_token(n); t < requests_.end_token(n); ++t) leave_out(t);
       }
     }
-    for (int32_t t = requests_.end_token(tiling_.requests - 1); t < tiling_.tokens; ++t) {
+    for (int32_t t = requests_.first_token(tiling_.requests); t < tiling_.tokens; ++t) {  // of no request
       if (t % cores == self) leave_out(t);
     }
   }

@@ -23,7 +23,7 @@ inline Tiled<ServeTiling> tile_dsa_serve(const ServeShape& shape, int64_t cores)
   ServeTiling& data = tiled.data;
   Checker check(tiled.refusal);
   check.between("cores", cores, 1, kMaxCores);
-  check.between("requests", shape.requests, 1, kInt32Max);
+  check.between("requests", shape.requests, 0, kInt32Max);
   check.between("tokens", shape.tokens, 0, kInt32Max);
   check.between("miss capacity", shape.miss_capacity, 1, kInt32Max);
   check_pool(check, shape.hot_rows, shape.slots);

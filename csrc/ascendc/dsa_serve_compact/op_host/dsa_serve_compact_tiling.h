@@ -23,7 +23,7 @@ inline Tiled<ServeCompactTiling> tile_dsa_serve_compact(const ServeCompactShape&
   ServeCompactTiling& data = tiled.data;
   Checker check(tiled.refusal);
   check.between("cores", cores, 1, kMaxCores);
-  check.between("requests", shape.requests, 1, kInt32Max);
+  check.between("requests", shape.requests, 0, kInt32Max);
   check.between("top-k width", shape.width, 1, kInt32Max);
   check.between("tokens", shape.tokens, 1, kInt32Max);
   check_pool(check, shape.tokens, shape.width);  // selection rows are numbered like pool rows

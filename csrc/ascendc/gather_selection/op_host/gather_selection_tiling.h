@@ -24,7 +24,7 @@ inline Tiled<GatherTiling> tile_gather_selection(const GatherShape& shape, int64
   GatherTiling& data = tiled.data;
   Checker check(tiled.refusal);
   check.between("cores", cores, 1, kMaxCores);
-  check.between("requests", shape.requests, 1, kInt32Max);
+  check.between("requests", shape.requests, 0, kInt32Max);
   check.between("tokens", shape.tokens, 1, kInt32Max);
   check.between("top-k width", shape.width, 1, 8192);
   check.between("queries per row", shape.queries, 1, 8);
