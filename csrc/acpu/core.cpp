@@ -267,10 +267,6 @@ void Core::drain_all() {
 
 void Core::settle(Pipe pipe) { drain(pipe, queues_[index_of(pipe)].pushed()); }
 
-void Core::discard_pending() {
-  for (Queue& queue : queues_) queue.pending.clear();
-}
-
 // Synchronisation ---------------------------------------------------------------------------------------------------
 
 Core::EventState* Core::event(Pipe from, Pipe to, int id, SiteId site) {

@@ -122,7 +122,6 @@ class Core {
 
   // Runs all that is pending, then reports what the kernel left behind.
   void finish();
-  void discard_pending();
 
   // Set by the launcher: gives the processor to the next core until all stand at SyncAll.
   std::function<void()> yield;

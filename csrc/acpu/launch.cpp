@@ -88,7 +88,6 @@ class Fiber {
       core.report(Kind::kException, kNoSite, error.what());
     }
     stopped = true;
-    core.discard_pending();
   }
 
   void leave(bool for_good) {

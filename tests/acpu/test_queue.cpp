@@ -217,6 +217,17 @@ TEST(a_queue_of_one_pipe_orders_nothing) {
       CHECK_ONLY(result, kRace);
     }
   }
+  CHECK_ONLY(run([] {  // nor does a buffer's next turn
+               TPipe pipe;
+               TQue<TPosition::VECCALC, 1> queue;
+               pipe.InitBuffer(queue, 1, 256);
+               for (int round = 0; round < 2; ++round) {
+                 auto a = queue.AllocTensor<int32_t>();
+                 Duplicate(a, 1, kCount);
+                 queue.FreeTensor(a);
+               }
+             }),
+             kRace);
 }
 
 TEST(buffers_take_turns) {
