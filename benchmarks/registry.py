@@ -11,6 +11,7 @@ from typing import Protocol, cast
 BENCHMARKS = {
     "plan": "benchmarks.plan",
     "policy": "benchmarks.policy",
+    "pull": "benchmarks.pull",
     "serve": "benchmarks.serve",
 }
 

@@ -1,1 +1,33 @@
-"""One-sided transfer engines behind one interface (NIXL, MemFabric). Nothing is here yet."""
+"""One-sided transfer engines behind one small interface: register memory, add a peer, read, poll.
+
+Owns: what is registered with an engine, peers' metadata, reads in flight and when their memory is quiet.
+`base` is the interface, `spans` merges and checks spans, `nixl` (UCX) and `memfabric` (Ascend) implement it.
+Never touches: requests, leases or the wire protocol (``connectors``), nor how the memory is laid out.
+"""
+
+from vllm_kvoffload.transfer.base import (
+    PeerHandle,
+    ReadHandle,
+    ReadStatus,
+    Region,
+    TransferEngine,
+    TransferError,
+    TransferUnavailableError,
+)
+from vllm_kvoffload.transfer.registry import ENGINES, make_engine
+from vllm_kvoffload.transfer.spans import RegionTable, Spans, coalesce
+
+__all__ = [
+    "ENGINES",
+    "PeerHandle",
+    "ReadHandle",
+    "ReadStatus",
+    "Region",
+    "RegionTable",
+    "Spans",
+    "TransferEngine",
+    "TransferError",
+    "TransferUnavailableError",
+    "coalesce",
+    "make_engine",
+]

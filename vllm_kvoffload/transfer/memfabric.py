@@ -1,0 +1,197 @@
+"""MemFabric Hybrid on Ascend: `memfabric_hybrid.TransferEngine`, pulling from prefill's device memory.
+
+The library's reads are synchronous, so one thread makes them; `poll` looks at its results. The library
+listens on a port that it chooses; a peer is named "<host>:<port>".
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import import_module
+from typing import Any
+
+import msgspec
+
+from vllm_kvoffload.transfer.base import (
+    PeerHandle,
+    ReadHandle,
+    ReadStatus,
+    Region,
+    TransferEngine,
+    TransferError,
+    TransferUnavailableError,
+    prepare,
+)
+from vllm_kvoffload.transfer.spans import RegionTable, Spans
+
+TIMEOUT_VARIABLE = "ASCEND_TRANSFER_TIMEOUT"
+MAX_REGIONS = 256
+"""Most regions that the library registers."""
+
+_LOG_LEVEL_WARN = 2
+_ROLES = {"prefill": "Prefill", "decode": "Decode"}
+_INSTALL = (
+    "Install MemFabric Hybrid 1.2: git clone -b release/1.2 https://gitcode.com/Ascend/memfabric_hybrid.git, "
+    "run script/build_and_pack_run.sh and the installer it makes, source its set_env.sh; "
+    "it needs NPU driver 25.5.1 or later"
+)
+
+
+class _Metadata(msgspec.Struct, frozen=True, array_like=True, tag="memfabric"):
+    peer: str
+    start: str  # new at every start: a restarted peer may get the same port
+    regions: tuple[Region, ...]
+
+
+class _MemfabricRead(ReadHandle):
+    def __init__(self, nbytes: int, result: Future[int] | None) -> None:
+        super().__init__(nbytes)
+        self.result = result
+
+
+def transfer_timeout_ms(environ: dict[str, str]) -> int:
+    """Milliseconds after which the library gives a read up: longer than RDMA's own retries take.
+
+    HCCL_RDMA_TIMEOUT is an exponent: 4.096 us * 2**n for one of HCCL_RDMA_RETRY_CNT tries.
+    """
+    if TIMEOUT_VARIABLE in environ:
+        return int(environ[TIMEOUT_VARIABLE])
+    tries = int(environ.get("HCCL_RDMA_RETRY_CNT", "7"))
+    one_us = 4.096 * 2 ** int(environ.get("HCCL_RDMA_TIMEOUT", "20"))
+    return int(one_us * tries // 1000 + 3000)
+
+
+class MemfabricEngine(TransferEngine):
+    """One `memfabric_hybrid.TransferEngine`.
+
+    Args:
+        role: "prefill" or "decode". host: address that peers reach. device_id: NPU of this process.
+        module: stands for `memfabric_hybrid` in tests.
+
+    Raises:
+        TransferUnavailableError: the package is missing or too old, or its start failed.
+    """
+
+    name = "memfabric"
+
+    def __init__(self, *, role: str, host: str, device_id: int, module: Any = None) -> None:
+        library = module or _load()
+        os.environ[TIMEOUT_VARIABLE] = str(transfer_timeout_ms(dict(os.environ)))
+        _quiet(library)
+        try:
+            self._engine: Any = library.TransferEngine()
+            code = self._engine.initialize(
+                f"tcp://{host}", host, _ROLES[role], device_id, store_server_role=_ROLES["prefill"]
+            )
+        except (AttributeError, TypeError) as error:
+            raise TransferUnavailableError(
+                f"this memfabric_hybrid has another TransferEngine than release 1.2 ({error}): {_INSTALL}"
+            ) from error
+        if code != 0:
+            raise TransferUnavailableError(
+                f"memfabric_hybrid.TransferEngine.initialize(host={host}, device={device_id}) "
+                f"returned {code}; check the NPU driver (npu-smi info), that set_env.sh was sourced, and "
+                "the host's address"
+            )
+        self._peer = f"{host}:{self._engine.get_rpc_port()}"
+        self._start = uuid.uuid4().hex
+        self._role = role
+        self._regions: list[Region] = []
+        self._local = RegionTable([])
+        self._peers: dict[str, tuple[str, RegionTable]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-memfabric")
+
+    def register(self, regions: Sequence[Region]) -> None:
+        try:
+            table = RegionTable([*self._regions, *regions])
+        except ValueError as error:
+            raise TransferError(str(error)) from error
+        if len(self._regions) + len(regions) > MAX_REGIONS:
+            raise TransferError(f"{len(self._regions) + len(regions)} regions: at most {MAX_REGIONS}")
+        for region in regions:
+            # Decode's destinations need no registration: the host pool is memfabric's own memory.
+            code = self._engine.register_memory(region.address, region.nbytes) if self._serves else 0
+            if code not in (0, None):
+                raise TransferError(f"register_memory({region.address:#x}, {region.nbytes}) returned {code}")
+            self._regions.append(region)
+        self._local = table
+
+    @property
+    def _serves(self) -> bool:
+        return self._role == "prefill"
+
+    def local_metadata(self) -> bytes:
+        return msgspec.msgpack.encode(_Metadata(self._peer, self._start, tuple(self._regions)))
+
+    def add_peer(self, metadata: bytes) -> PeerHandle:
+        try:
+            decoded = msgspec.msgpack.decode(metadata, type=_Metadata)
+            table = RegionTable(decoded.regions)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise TransferError(f"a peer's metadata are not those of a memfabric engine: {error}") from error
+        name = f"{decoded.peer}/{decoded.start}"
+        self._peers[name] = (decoded.peer, table)
+        return PeerHandle(name)
+
+    def remove_peer(self, peer: PeerHandle) -> None:
+        self._peers.pop(peer.name, None)
+
+    def read(self, peer: PeerHandle, spans: Spans) -> ReadHandle:
+        known = self._peers.get(peer.name)
+        if known is None:
+            raise TransferError(f"peer {peer.name} was never added, or removed")
+        spans = prepare(spans, self._local, known[1])
+        if not len(spans):
+            empty = _MemfabricRead(0, None)
+            empty.finish()
+            return empty
+        lists = (spans.local.tolist(), spans.remote.tolist(), spans.nbytes.tolist())
+        result = self._thread.submit(self._engine.batch_transfer_sync_read, known[0], *lists)
+        return _MemfabricRead(spans.total_bytes, result)
+
+    def poll(self, handle: ReadHandle) -> ReadStatus:
+        assert isinstance(handle, _MemfabricRead)
+        result = handle.result
+        if handle.status is ReadStatus.PENDING and result is not None and result.done():
+            handle.finish(_failure(result))
+        return handle.status
+
+    def cancel(self, handle: ReadHandle) -> None:
+        """A read that runs can't be stopped: it ends by itself within the library's timeout."""
+        assert isinstance(handle, _MemfabricRead)
+        handle.cancelled = True
+        if handle.result is not None:
+            handle.result.cancel()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._peers.clear()
+        self._engine = None
+
+
+def _failure(result: Future[int]) -> str:
+    if result.cancelled():
+        return "cancelled"
+    error = result.exception()
+    if error is not None:
+        return repr(error)
+    code = result.result()
+    return "" if code == 0 else f"batch_transfer_sync_read returned {code}"
+
+
+def _load() -> Any:
+    try:
+        return import_module("memfabric_hybrid")
+    except (ImportError, OSError) as error:  # OSError: a library of CANN is missing
+        raise TransferUnavailableError(f"transfer_backend memfabric: {error}; {_INSTALL}") from error
+
+
+def _quiet(library: Any) -> None:
+    """No TLS for the library's own store, and warnings only, where this version can be told."""
+    for name, arguments in (("set_log_level", (_LOG_LEVEL_WARN,)), ("set_conf_store_tls", (False, ""))):
+        function = getattr(library, name, None)
+        if function is not None:
+            function(*arguments)

@@ -1,0 +1,31 @@
+"""Which engines there are, by the name that `transfer_backend` gives."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from vllm_kvoffload.transfer.base import TransferEngine, TransferUnavailableError
+
+ENGINES = ("memfabric", "nixl")
+Role = Literal["prefill", "decode"]
+
+
+def make_engine(name: str, *, role: Role, host: str, device_id: int) -> TransferEngine:
+    """A new engine; its package is imported only now.
+
+    Args:
+        name: one of ENGINES. role: of this process. host: this machine's address as peers see it.
+        device_id: accelerator of this process.
+
+    Raises:
+        TransferUnavailableError: unknown name, or the engine can't run here.
+    """
+    if name == "nixl":
+        from vllm_kvoffload.transfer.nixl import NixlEngine
+
+        return NixlEngine(role)
+    if name == "memfabric":
+        from vllm_kvoffload.transfer.memfabric import MemfabricEngine
+
+        return MemfabricEngine(role=role, host=host, device_id=device_id)
+    raise TransferUnavailableError(f"transfer engine {name!r} is none of {', '.join(ENGINES)}")

@@ -1,0 +1,124 @@
+"""Spans of memory to be read: merging neighbours, and checking them against what is registered. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Spans:
+    """N copies of `nbytes` from remote to local addresses, int64 [N] each."""
+
+    local: Int64Array
+    remote: Int64Array
+    nbytes: Int64Array
+
+    def __post_init__(self) -> None:
+        if not self.local.shape == self.remote.shape == self.nbytes.shape or self.local.ndim != 1:
+            shapes = (self.local.shape, self.remote.shape, self.nbytes.shape)
+            raise ValueError(f"spans of shapes {shapes}: expected three vectors of one length")
+
+    def __len__(self) -> int:
+        return len(self.local)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all spans."""
+        return int(self.nbytes.sum())
+
+    @classmethod
+    def of(cls, items: Sequence[tuple[int, int, int]]) -> Spans:
+        """From (local, remote, nbytes) triples."""
+        columns = np.array(items, dtype=np.int64).reshape(-1, 3).T
+        return cls(*(np.ascontiguousarray(column) for column in columns))
+
+    @classmethod
+    def concat(cls, parts: Sequence[Spans]) -> Spans:
+        """All spans of the parts, in order."""
+        if not parts:
+            return cls.of([])
+        local = np.concatenate([part.local for part in parts])
+        remote = np.concatenate([part.remote for part in parts])
+        return cls(local, remote, np.concatenate([part.nbytes for part in parts]))
+
+
+def block_spans(
+    local: Int64Array, local_base: int, local_stride: int,
+    remote: Int64Array, remote_base: int, remote_stride: int, block_bytes: int,
+) -> Spans:  # fmt: skip
+    """Spans of whole blocks: `local` and `remote` are block numbers, int64 [N], strides are in bytes."""
+    nbytes = np.full(len(local), block_bytes, dtype=np.int64)
+    return Spans(local_base + local * local_stride, remote_base + remote * remote_stride, nbytes)
+
+
+def coalesce(spans: Spans, max_bytes: int = 1 << 62) -> Spans:
+    """The same bytes in as few spans as possible: sorted by remote address, neighbours on both sides merged.
+
+    `max_bytes` bounds how long merging makes a span; longer ones are left as they are. Empty spans vanish.
+    """
+    order = np.argsort(spans.remote, kind="stable")
+    order = order[spans.nbytes[order] > 0]
+    local, remote, nbytes = spans.local[order], spans.remote[order], spans.nbytes[order]
+    if len(local) < 2:
+        return Spans(local, remote, nbytes)
+    joined = (remote[:-1] + nbytes[:-1] == remote[1:]) & (local[:-1] + nbytes[:-1] == local[1:])
+    starts = np.flatnonzero(np.concatenate(([True], ~joined)))
+    if np.add.reduceat(nbytes, starts).max() > max_bytes:
+        starts = _split(starts, nbytes, max_bytes)
+    return Spans(local[starts], remote[starts], np.add.reduceat(nbytes, starts))
+
+
+def _split(starts: Int64Array, nbytes: Int64Array, max_bytes: int) -> Int64Array:
+    wanted, run = set(starts.tolist()), 0
+    kept = []
+    for index, size in enumerate(nbytes.tolist()):
+        if index in wanted or run + size > max_bytes:
+            kept.append(index)
+            run = 0
+        run += size
+    return np.array(kept, dtype=np.int64)
+
+
+class _Sized(Protocol):
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class RegionTable:
+    """Registered regions of one side.
+
+    Raises ValueError: a region is empty, or two overlap.
+    """
+
+    def __init__(self, regions: Sequence[_Sized]) -> None:
+        ordered = sorted(regions, key=lambda region: region.address)
+        self._starts = np.array([region.address for region in ordered], dtype=np.int64)
+        self._ends = np.array([region.address + region.nbytes for region in ordered], dtype=np.int64)
+        if np.any(self._starts <= 0) or np.any(self._ends <= self._starts):
+            raise ValueError("a region is empty, or has no address")
+        clash = np.flatnonzero(self._ends[:-1] > self._starts[1:])
+        if clash.size:
+            first, second = ordered[int(clash[0])], ordered[int(clash[0]) + 1]
+            raise ValueError(
+                f"regions overlap: {first.address:#x}+{first.nbytes} and {second.address:#x}+{second.nbytes}"
+            )
+
+    def find_outside(self, addresses: Int64Array, nbytes: Int64Array) -> int | None:
+        """Number of the first span that lies in no single region, None if there is none."""
+        if not len(addresses):
+            return None
+        if not len(self._starts):
+            return 0
+        index = np.searchsorted(self._starts, addresses, side="right") - 1
+        inside = (index >= 0) & (nbytes > 0) & (addresses + nbytes <= self._ends[np.maximum(index, 0)])
+        outside = np.flatnonzero(~inside)
+        return int(outside[0]) if outside.size else None
