@@ -145,6 +145,17 @@ TEST(queue_misuse) {
                in.EnQue(in.AllocTensor<int32_t>());
              }),
              kQueue);
+  CHECK_ONLY(run([] {  // no InitBuffer
+               TPipe pipe;
+               TQue<TPosition::VECIN, 1> in;
+               in.AllocTensor<int32_t>();
+             }),
+             kQueue);
+  CHECK_ONLY(run([] { TPipe one, two; }), kQueue);
+  CHECK_ONLY(run([] { GetTPipePtr()->FetchEventID(HardEvent::V_S); }), kQueue);
+}
+
+TEST(queued_tensor_misuse) {
   CHECK_ONLY(run([] {  // two EnQue at depth 1
                TPipe pipe;
                TQue<TPosition::VECIN, 1> in;
@@ -188,13 +199,6 @@ TEST(queue_misuse) {
                in.FreeTensor(a);
              }),
              kQueue);
-  CHECK_ONLY(run([] {  // no InitBuffer
-               TPipe pipe;
-               TQue<TPosition::VECIN, 1> in;
-               in.AllocTensor<int32_t>();
-             }),
-             kQueue);
-  CHECK_ONLY(run([] { TPipe one, two; }), kQueue);
 }
 
 TEST(a_queue_of_one_pipe_orders_nothing) {

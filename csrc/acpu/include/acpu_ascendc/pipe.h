@@ -185,6 +185,12 @@ class TPipe {
   std::unique_ptr<::acpu::PipeState> state_;
 };
 
-inline TPipe* GetTPipePtr() { return TPipe::current(); }
+inline TPipe* GetTPipePtr(const Loc& loc = Loc::current()) {
+  if (!TPipe::current()) {
+    detail::core().report(::acpu::Kind::kQueue, detail::core().site("GetTPipePtr", loc), "there is no TPipe");
+    detail::core().stop();
+  }
+  return TPipe::current();
+}
 
 }  // namespace AscendC
