@@ -27,7 +27,7 @@ def test_deliveries_and_policies(lab, delivery, policy, drafts):
     assert difference == 0.0
     assert result.trace.drafts == lab.reference("mixed", MODEL, **options(drafts)).trace.drafts
     stats = result.trace.stats
-    assert stats["hits"] > 10 * stats["misses"] > 0
+    assert stats["hits"] > 5 * stats["misses"] > 0
     assert stats["fetched_bytes"] > 0
     published = delivery == "compact" and policy == "fifo"
     assert (stats["new_rows"] == 0) == published  # as published, a step's own tokens are not kept
