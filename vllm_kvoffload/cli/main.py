@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from vllm_kvoffload.cli import proxy, trace
 from vllm_kvoffload.cli import size as sizing
-from vllm_kvoffload.cli import trace
 from vllm_kvoffload.config import ConfigError
 
 DEMO_MODULE = "vllm_kvoffload.demo.run"
@@ -111,6 +111,15 @@ def _add_demo() -> None:
 
 
 _add_demo()
+
+
+@app.command(
+    "proxy",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def _proxy(context: typer.Context) -> None:
+    """Serve OpenAI requests from prefill and decode engines."""
+    raise typer.Exit(proxy.main(context.args))
 
 
 def main() -> None:

@@ -1,0 +1,307 @@
+"""The proxy as an ASGI application."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.proxy import fanout
+from vllm_kvoffload.proxy.admin import Admin
+from vllm_kvoffload.proxy.asgi import (
+    SSE,
+    ClientGone,
+    Guard,
+    Receive,
+    Scope,
+    Send,
+    header,
+    read_body,
+    respond,
+    respond_failure,
+    respond_json,
+)
+from vllm_kvoffload.proxy.calls import Call, parse_call
+from vllm_kvoffload.proxy.core import Core, Trace, logger
+from vllm_kvoffload.proxy.dispatch import Route
+from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, UpstreamError
+from vllm_kvoffload.proxy.generation import Generation
+from vllm_kvoffload.proxy.health import Prober
+from vllm_kvoffload.proxy.metrics import CONTENT_TYPE
+from vllm_kvoffload.proxy.rendezvous import Kind
+from vllm_kvoffload.proxy.settings import ProxySettings
+
+access = get_logger("vllm_kvoffload.proxy.access")
+CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+PASSED_ON = (b"authorization", b"traceparent", b"tracestate")
+KINDS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
+MESSAGE_LIMIT = 64 << 10  # bytes of a rendezvous post
+
+Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class ProxyApp:
+    """One proxy. Answers ASGI's lifespan and http scopes."""
+
+    def __init__(self, settings: ProxySettings) -> None:
+        self.settings = settings
+        self.core = Core(settings)
+        self.running: set[Guard] = set()
+        self.admin = Admin(self.core)
+        self._prober = Prober(self.core)
+        self._routes: dict[tuple[str, str], Handler] = {
+            ("GET", "/health"): self._health,
+            ("GET", "/healthcheck"): self._health,  # the name it has in vLLM-Ascend's example
+            ("GET", "/metrics"): self._metrics,
+            ("GET", "/v1/models"): self._models,
+            ("POST", "/v1/metaserver"): self._metaserver,
+            **{("POST", path): self._generate for path in KINDS},
+        }
+        self._paths = {path for _, path in self._routes}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            raise RuntimeError(f"the proxy has no {scope['type']} endpoints")
+        path = scope["path"]
+        handler = self._routes.get((scope["method"], path))
+        try:
+            if handler is not None:
+                await handler(scope, receive, send)
+            elif self.settings.admin_port is None and path.startswith("/admin"):
+                await self.admin(scope, receive, send)
+            else:
+                status = 405 if path in self._paths else 404
+                raise HttpFailure.of(status, f"no {scope['method']} {path} here", kind="NotFoundError")
+        except HttpFailure as failure:
+            await respond_failure(send, failure)
+        except ClientGone:
+            return
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        self.start()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    def start(self) -> None:
+        """Opens connections' clock and starts the probes. On the running event loop."""
+        self.core.client.open()
+        self.core.client.on_tick(self._tick)
+        self._prober.start()
+
+    async def stop(self) -> None:
+        """Ends everything."""
+        await self.core.close()
+
+    def drain(self) -> None:
+        """Refuses new requests from now on; those under way go on, and their rendezvous too."""
+        self.core.draining = True
+
+    @property
+    def idle(self) -> bool:
+        """Whether no client request is under way."""
+        return not self.running
+
+    def _tick(self, now: float) -> None:
+        for guard in list(self.running):
+            guard.tick(now)
+
+    # small endpoints
+
+    async def _health(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        now = time.monotonic()
+        state = {
+            "draining": self.core.draining,
+            **{
+                f"{pool.role}_instances": {
+                    str(i.address): i.health.available(now) and not i.draining
+                    for i in pool.instances.values()
+                }
+                for pool in self.core.pools
+            },
+        }
+        ok = not self.core.draining and all(pool.available(now) for pool in self.core.pools)
+        await respond_json(send, 200 if ok else 503, {"status": "ok" if ok else "unavailable", **state})
+
+    async def _metrics(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        await respond(send, 200, self.core.metrics.page(), CONTENT_TYPE)
+
+    async def _models(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        now = time.monotonic()
+        failure: HttpFailure = NoInstanceError("decode")
+        for instance in self.core.decoders.available(now):
+            try:
+                status, body, kind = await self.core.control(
+                    instance.address, "GET", "/v1/models", headers=_passed_on(scope)
+                )
+            except UpstreamError as error:
+                instance.health.failed(now, unreachable=not error.sent)
+                failure = HttpFailure.of(502, str(error), kind="UpstreamError")
+                continue
+            await respond(send, status, body, kind)
+            return
+        raise failure
+
+    async def _metaserver(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers at once: what becomes of the prefill, decode learns from its own connection."""
+        raw = await read_body(receive, MESSAGE_LIMIT, self.settings.deadlines.request_body)
+        try:
+            message = msgspec.json.decode(raw)
+        except msgspec.DecodeError as error:
+            raise HttpFailure.of(400, "the body is no JSON") from error
+        try:
+            result = self.core.meetings.post(message)
+        except HttpFailure:
+            self.core.metrics.posts.labels("refused").inc()
+            raise
+        self.core.metrics.posts.labels(result).inc()
+        if result == "unknown":
+            raise HttpFailure.of(404, "no request of that id waits for a prefill", kind="NotFoundError")
+        await respond_json(send, 200, {"status": "ok"})
+
+    # completions and chats
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = header(scope, b"x-request-id")
+        request_id = given if given is not None and CLIENT_ID.fullmatch(given) else str(uuid.uuid4())
+        client = scope.get("client")
+        trace = Trace(scope["method"], scope["path"], request_id, client[0] if client else "-")
+        self.core.metrics.running.inc()
+        try:
+            await self._serve(scope, receive, send, trace)
+        except ClientGone:
+            trace.end = "client gone"
+        except HttpFailure as failure:
+            trace.status, trace.end = failure.status, "error"
+            await respond_failure(send, failure, request_id.encode())
+        except BaseException:
+            trace.end = "crash"
+            raise
+        finally:
+            self._ended(trace)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, trace: Trace) -> None:
+        deadlines = self.settings.deadlines
+        raw = await read_body(receive, self.settings.max_body_bytes, deadlines.request_body)
+        if self.core.draining:
+            raise HttpFailure.of(503, "the proxy is shutting down", kind="ServiceUnavailable")
+        kind = KINDS[scope["path"]]
+        call = parse_call(kind, raw, self.settings.max_children)
+        trace.children = len(call.children)
+        route = Route(self.core, kind, scope["path"], call.stream, _passed_on(scope), trace)
+        answer = Answer(send, trace)
+        async with Guard(receive, deadlines.client_stall) as guard:
+            answer.guard = guard
+            self.running.add(guard)
+            try:
+                await self._answer(call, route, answer)
+            except HttpFailure as failure:
+                await answer.fail(failure)
+            finally:
+                self.running.discard(guard)
+        if guard.reason is not None:
+            trace.end = guard.reason
+
+    async def _answer(self, call: Call, route: Route, answer: Answer) -> None:
+        if len(call.children) > 1:
+            children = [(child, Generation(route, child)) for child in call.children]
+            if call.stream:
+                await fanout.stream(children, answer.write)
+                await answer.finish()
+            else:
+                await answer.whole(await fanout.whole(children))
+            return
+        generation = Generation(route, call.children[0])
+        try:
+            await generation.start()
+            if not call.stream:
+                await answer.whole(await generation.answer())
+                return
+            write, read = answer.write, generation.read
+            while data := await read():
+                await write(data)
+            await answer.finish()
+        finally:
+            generation.close()
+
+    def _ended(self, trace: Trace) -> None:
+        metrics = self.core.metrics
+        metrics.running.dec()
+        now = time.monotonic()
+        metrics.seconds.observe(now - trace.began)
+        if trace.first_output is not None:
+            metrics.first_output.observe(trace.first_output - trace.began)
+        metrics.bytes_out.inc(trace.sent_bytes)
+        metrics.requests.labels(trace.path, str(trace.status), trace.end).inc()
+        access.info("%s", trace.line())
+
+
+class Answer:
+    """The client's answer: its head goes out with the first output; what fails before has a status."""
+
+    def __init__(self, send: Send, trace: Trace) -> None:
+        self.guard: Guard | None = None
+        self._send = send
+        self._trace = trace
+        self._started = False
+
+    async def _start(self, content_type: bytes, length: int | None = None) -> None:
+        self._started = True
+        self._trace.status = 200
+        self._trace.first_output = time.monotonic()
+        fields = [(b"content-type", content_type), (b"x-request-id", self._trace.request_id.encode())]
+        if length is not None:
+            fields.append((b"content-length", b"%d" % length))
+        await self._send({"type": "http.response.start", "status": 200, "headers": fields})
+
+    async def write(self, data: bytes) -> None:
+        """One piece of a stream."""
+        if not self._started:
+            await self._start(SSE)
+        guard = self.guard
+        assert guard is not None
+        guard.sending = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        guard.sending = False
+        guard.sent += 1
+        self._trace.sent_bytes += len(data)
+
+    async def finish(self) -> None:
+        """The stream's end."""
+        if not self._started:
+            await self._start(SSE)
+        await self._end(b"")
+
+    async def _end(self, body: bytes) -> None:
+        if self.guard is not None:
+            self.guard.finished = True
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def whole(self, body: bytes) -> None:
+        """An answer that isn't streamed."""
+        await self._start(b"application/json", len(body))
+        self._trace.sent_bytes += len(body)
+        await self._end(body)
+
+    async def fail(self, failure: HttpFailure) -> None:
+        """Ends the answer: with a status, or in a stream that has begun with an event and no [DONE]."""
+        if not self._started:
+            raise failure
+        self._trace.end = "error"
+        logger.warning("proxy: %s ended after its first output: %s", self._trace.request_id, failure)
+        await self.write(failure.event())
+        await self.finish()
+
+
+def _passed_on(scope: Scope) -> list[tuple[str, str]]:
+    """The client's headers that engines need."""
+    return [(name.decode(), value.decode("latin-1")) for name, value in scope["headers"] if name in PASSED_ON]

@@ -1,0 +1,171 @@
+"""Which engine gets a request: load in tokens, prefix affinity, health. No I/O; the clock is passed in."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm_kvoffload.proxy.errors import NoInstanceError
+from vllm_kvoffload.proxy.settings import Address
+
+Role = Literal["prefill", "decode"]
+FAILURES_TO_EJECT = 3
+PROBES_TO_EJECT = 2
+COOL_DOWN = 2.0
+COOL_DOWN_LIMIT = 30.0
+PREFIXES = 16384  # prefix blocks remembered per engine
+
+
+class Health:
+    """Passive ejection with a cool-down that doubles, and the result of active probes. Times in seconds."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.failed_probes = 0
+        self.cool_down = COOL_DOWN
+        self.ejected_until = float("-inf")
+        self.ejections = 0
+
+    @property
+    def down(self) -> bool:
+        """Whether probes say that the engine isn't there."""
+        return self.failed_probes >= PROBES_TO_EJECT
+
+    def available(self, now: float) -> bool:
+        """Whether requests should go there. After a cool-down the next request is the trial."""
+        return not self.down and now >= self.ejected_until
+
+    def failed(self, now: float, *, unreachable: bool = False) -> None:
+        """A request failed for the engine's sake. ``unreachable``: there was no connection at all."""
+        self.failures += 1
+        if self.failures >= FAILURES_TO_EJECT or unreachable:
+            self.failures = max(self.failures, FAILURES_TO_EJECT)  # one more failure ejects again
+            if now >= self.ejected_until:
+                self.ejections += 1
+                self.ejected_until = now + self.cool_down
+                self.cool_down = min(2 * self.cool_down, COOL_DOWN_LIMIT)
+
+    def succeeded(self) -> None:
+        """A request was answered."""
+        self.failures = 0
+        self.cool_down = COOL_DOWN
+        self.ejected_until = float("-inf")
+
+    def probed(self, *, ok: bool) -> None:
+        """An active probe ended. A good one doesn't shorten a cool-down."""
+        if ok:
+            self.failed_probes = 0
+            return
+        self.failed_probes += 1
+        if self.failed_probes == PROBES_TO_EJECT:
+            self.ejections += 1
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A request as the balancer sees it: its weight and its prompt's prefix hashes, shortest first."""
+
+    tokens: int
+    prefixes: tuple[int, ...] = ()
+    tokens_per_prefix: int = 256
+
+
+class Instance:
+    """One engine."""
+
+    def __init__(self, role: Role, address: Address) -> None:
+        self.role = role
+        self.address = address
+        self.health = Health()
+        self.load_tokens = 0
+        self.requests = 0
+        self.draining = False
+        self._prefixes: OrderedDict[int, None] = OrderedDict()
+
+    def matched_tokens(self, demand: Demand) -> int:
+        """How much of the prompt this engine has probably in its prefix cache."""
+        count = 0
+        for prefix in demand.prefixes:
+            if prefix not in self._prefixes:
+                break
+            count += 1
+        return min(count * demand.tokens_per_prefix, demand.tokens)
+
+    def remember(self, demand: Demand) -> None:
+        """The request's prefixes are there from now on."""
+        for prefix in demand.prefixes[:PREFIXES]:
+            self._prefixes[prefix] = None
+            self._prefixes.move_to_end(prefix)
+        while len(self._prefixes) > PREFIXES:
+            self._prefixes.popitem(last=False)
+
+    def forget_prefixes(self) -> None:
+        """The engine restarted: its cache is empty."""
+        self._prefixes.clear()
+
+
+class Load:
+    """A request's weight on one engine: taken when made, given back by the first ``release``."""
+
+    __slots__ = ("_live", "instance", "tokens")
+
+    def __init__(self, instance: Instance, tokens: int) -> None:
+        self.instance = instance
+        self.tokens = tokens
+        self._live = True
+        instance.load_tokens += tokens
+        instance.requests += 1
+
+    def release(self) -> None:
+        """Takes the weight off; later calls change nothing."""
+        if self._live:
+            self._live = False
+            self.instance.load_tokens -= self.tokens
+            self.instance.requests -= 1
+
+
+class Pool:
+    """The engines of one role."""
+
+    def __init__(self, role: Role, addresses: Iterable[Address]) -> None:
+        self.role = role
+        self.instances: dict[Address, Instance] = {a: Instance(role, a) for a in addresses}
+        self._turn = 0
+
+    def add(self, address: Address) -> Instance:
+        """Adds an engine, or takes one back that is draining."""
+        instance = self.instances.setdefault(address, Instance(self.role, address))
+        instance.draining = False
+        return instance
+
+    def remove(self, address: Address) -> Instance | None:
+        """The engine gets nothing more; requests under way go on."""
+        return self.instances.pop(address, None)
+
+    def available(self, now: float, without: Collection[Address] = ()) -> Sequence[Instance]:
+        """The engines to choose from: the healthy ones, or else those that are merely cooling down."""
+        known = [i for i in self.instances.values() if not i.draining and i.address not in without]
+        healthy = [i for i in known if i.health.available(now)]
+        return healthy or [i for i in known if not i.health.down]
+
+    def acquire(self, demand: Demand, now: float, without: Collection[Address] = ()) -> Load:
+        """The engine where the request's tokens are done first, taking what is cached for done.
+
+        ``without``: engines that failed this request already; they are taken only when there is no other.
+        Raises ``NoInstanceError``.
+        """
+        candidates = self.available(now, without) or self.available(now)
+        if not candidates:
+            raise NoInstanceError(self.role)
+        self._turn += 1
+        best, best_key = candidates[0], (float("inf"), 0, 0)
+        for position, instance in enumerate(candidates):
+            matched = instance.matched_tokens(demand)
+            cost = instance.load_tokens + demand.tokens - matched
+            key = (cost, -matched, (position - self._turn) % len(candidates))  # equals take turns
+            if key < best_key:
+                best, best_key = instance, key
+        best.remember(demand)
+        return Load(best, demand.tokens)

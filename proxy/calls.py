@@ -1,0 +1,189 @@
+"""What a client asked for: checked, and taken apart into children of one prompt and one choice each. No I/O.
+
+vLLM names the requests of a prompt list or of ``n`` choices itself, and a decode engine may be unable to hold
+all of them at once: one request per prompt and choice has an id that both engines agree on, and waits for no
+sibling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from vllm_kvoffload.proxy.balance import Demand
+from vllm_kvoffload.proxy.errors import Refused
+from vllm_kvoffload.proxy.rendezvous import Kind
+
+BYTES_PER_TOKEN = 4
+PREFIX_BYTES = 1024
+TOKENS_OF_A_PART = 512  # an image or a sound in a chat, whose text isn't its size
+EXPECTED_OUTPUT = 256
+OUTPUT_LIMIT = 1024  # a limit asked for says little about what is made
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's and vLLM's default of /v1/completions
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Child:
+    """One prompt and one choice: what is sent to a decode engine, except for ``kv_transfer_params``."""
+
+    index: int  # of its choice in the answer
+    body: Body
+    prefill: Demand
+    decode: Demand
+    counts_prompt: bool = True  # the first choice of its prompt: usage counts a prompt once
+
+
+@dataclass(frozen=True)
+class Call:
+    """One client request."""
+
+    kind: Kind
+    stream: bool
+    include_usage: bool
+    children: tuple[Child, ...]
+
+
+def _whole(body: Mapping[str, Any], key: str, default: int) -> int:
+    value = body.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise Refused(f"{key} must be an integer", key)
+    return value
+
+
+def _refuse_unservable(body: Mapping[str, Any]) -> None:
+    """Raises ``Refused`` for what can't be right when prompt and output are made on two engines."""
+    if body.get("kv_transfer_params") is not None:
+        raise Refused("kv_transfer_params are the proxy's own; leave them out", "kv_transfer_params")
+    if body.get("use_beam_search"):
+        raise Refused("beam search doesn't work with prefill and decode on two engines", "use_beam_search")
+    if body.get("prompt_embeds") is not None:
+        raise Refused("prompt_embeds don't work with prefill and decode on two engines", "prompt_embeds")
+    if body.get("prompt_logprobs") is not None:
+        raise Refused("prompt_logprobs are not available: decode doesn't see the prompt", "prompt_logprobs")
+    if body.get("echo") and body.get("logprobs") is not None:
+        raise Refused("echo with logprobs is not available: decode doesn't see the prompt", "echo")
+    if body.get("best_of") not in (None, 1, body.get("n")):
+        raise Refused("best_of is not available", "best_of")
+    truncate = body.get("truncate_prompt_tokens")
+    if isinstance(truncate, int) and truncate < 0:
+        # vLLM subtracts max_tokens here, which differs between the two engines.
+        raise Refused("give truncate_prompt_tokens as a number of tokens", "truncate_prompt_tokens")
+    if not isinstance(body.get("stream"), (bool, type(None))):
+        raise Refused("stream must be true or false", "stream")
+
+
+def prefix_hashes(text: bytes, size: int = PREFIX_BYTES) -> tuple[int, ...]:
+    """A hash of each whole prefix of ``size``, 2 ``size``, ... bytes."""
+    made, previous = [], 0
+    for start in range(0, len(text) - size + 1, size):
+        previous = hash((previous, text[start : start + size]))
+        made.append(previous)
+    return tuple(made)
+
+
+def _prompt_demand(prompt: object) -> tuple[int, bytes]:
+    """Tokens, exact for ids and estimated for text, and the bytes that prefixes are taken of."""
+    if isinstance(prompt, str):
+        text = prompt.encode(errors="surrogatepass")
+        return max(1, len(text) // BYTES_PER_TOKEN), text
+    text = msgspec.json.encode(prompt)
+    return max(1, len(prompt) if isinstance(prompt, list) else 1), text
+
+
+def _chat_tokens(messages: object) -> int:
+    total = 0
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, str):
+            total += len(content.encode(errors="surrogatepass")) // BYTES_PER_TOKEN + 4
+        for part in content if isinstance(content, list) else ():
+            text = part.get("text") if isinstance(part, dict) else None
+            total += len(text) // BYTES_PER_TOKEN if isinstance(text, str) else TOKENS_OF_A_PART
+    return total
+
+
+def _demand(kind: Kind, body: Mapping[str, Any]) -> Demand:
+    if kind == "completion":
+        tokens, text = _prompt_demand(body.get("prompt"))
+    else:
+        tools = msgspec.json.encode(body.get("tools"))
+        text = tools + msgspec.json.encode(body.get("messages"))
+        tokens = max(1, _chat_tokens(body.get("messages")) + len(tools) // BYTES_PER_TOKEN)
+    hashes = prefix_hashes(text)
+    return Demand(tokens, hashes, max(1, tokens * PREFIX_BYTES // max(1, len(text))))
+
+
+def output_limit(kind: Kind, body: Mapping[str, Any]) -> int | None:
+    """The most tokens of an answer; None where only the model's length limits it."""
+    limit = body.get("max_completion_tokens") if kind == "chat" else None
+    limit = body.get("max_tokens") if limit is None else limit
+    if limit is None and kind == "completion" and "max_tokens" not in body:
+        return DEFAULT_COMPLETION_TOKENS
+    return limit if isinstance(limit, int) else None
+
+
+def child_of(
+    kind: Kind, body: Body, index: int = 0, demand: Demand | None = None, *, counts_prompt: bool = True
+) -> Child:
+    """A child with its weights. ``demand``: of its prompt, where it is known already."""
+    demand = demand or _demand(kind, body)
+    limit = output_limit(kind, body)
+    output = EXPECTED_OUTPUT if limit is None else max(0, min(limit, OUTPUT_LIMIT))
+    decode = Demand(demand.tokens + output, demand.prefixes, demand.tokens_per_prefix)
+    return Child(index, body, demand, decode, counts_prompt)
+
+
+def _prompts(kind: Kind, body: Mapping[str, Any]) -> list[Any] | None:
+    """The prompts of a list; None where there is only one, whatever it is: vLLM judges it."""
+    prompt = body.get("prompt")
+    if kind == "chat" or not isinstance(prompt, list) or not prompt:
+        return None
+    if all(isinstance(entry, int) for entry in prompt):
+        return None
+    if not all(isinstance(entry, (str, list)) for entry in prompt):
+        raise Refused("prompt must be a string, token ids, or a list of those", "prompt")
+    return prompt
+
+
+def parse_call(kind: Kind, raw: bytes, max_children: int = 1024) -> Call:
+    """Raises ``Refused`` for what isn't a JSON object and for what can't be served."""
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refused("the body must be a JSON object")
+    _refuse_unservable(body)
+    n = _whole(body, "n", 1)
+    if n < 1:
+        raise Refused("n must be at least 1", "n")
+    options = body.get("stream_options")
+    include_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+    prompts = _prompts(kind, body)
+    count = n * (len(prompts) if prompts is not None else 1)
+    if count > max_children:
+        raise Refused(f"{count} choices in one request; at most {max_children} are served", "n")
+    return Call(kind, bool(body.get("stream")), include_usage, _children(kind, body, prompts, n))
+
+
+def _children(kind: Kind, body: Body, prompts: list[Any] | None, n: int) -> tuple[Child, ...]:
+    common = {key: value for key, value in body.items() if key not in ("n", "best_of", "request_id")}
+    if prompts is None and n == 1:
+        return (child_of(kind, common),)
+    seed = body.get("seed")
+    made: list[Child] = []
+    for prompt in [None] if prompts is None else prompts:
+        one = dict(common) if prompts is None else {**common, "prompt": prompt}
+        demand = _demand(kind, one)
+        for choice in range(n):
+            # vLLM gives choice i of a seeded request the seed plus i.
+            seeded = {**one, "seed": seed + choice} if isinstance(seed, int) and choice else one
+            made.append(child_of(kind, seeded, len(made), demand, counts_prompt=choice == 0))
+    return tuple(made)

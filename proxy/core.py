@@ -1,0 +1,151 @@
+"""What all requests of one proxy share, and what is known of one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.proxy.balance import Pool
+from vllm_kvoffload.proxy.errors import UpstreamError
+from vllm_kvoffload.proxy.http_client import Client, Connection
+from vllm_kvoffload.proxy.metrics import Metrics
+from vllm_kvoffload.proxy.rendezvous import Meetings
+from vllm_kvoffload.proxy.settings import Address, ProxySettings
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class Trace:
+    """One client request, for the access log and metrics. Times are the monotonic clock's seconds."""
+
+    method: str
+    path: str
+    request_id: str
+    client: str = "-"
+    began: float = field(default_factory=time.monotonic)
+    first_output: float | None = None
+    status: int = 0
+    children: int = 1
+    sent_bytes: int = 0
+    retries: int = 0
+    recomputes: int = 0
+    prefill: str = "-"
+    decode: str = "-"
+    end: str = "ok"
+
+    def line(self) -> str:
+        """The access log's line."""
+        first = "-" if self.first_output is None else f"{1e3 * (self.first_output - self.began):.1f}"
+        total = 1e3 * (time.monotonic() - self.began)
+        return (
+            f"{self.request_id} {self.client} {self.method} {self.path} {self.status} {self.end}"
+            f" first_ms={first} total_ms={total:.1f} bytes={self.sent_bytes} children={self.children}"
+            f" prefill={self.prefill} decode={self.decode} retries={self.retries}"
+            f" recomputes={self.recomputes}"
+        )
+
+
+class Core:
+    """Settings, engines, connections, expected posts and background tasks of one proxy."""
+
+    def __init__(self, settings: ProxySettings) -> None:
+        self.settings = settings
+        self.prefillers = Pool("prefill", settings.prefillers)
+        self.decoders = Pool("decode", settings.decoders)
+        self.meetings = Meetings()
+        shortest = min(vars(settings.deadlines).values())
+        self.client = Client(settings.deadlines.connect, tick=min(0.5, shortest / 4))
+        self.metrics = Metrics((self.prefillers, self.decoders), time.monotonic)
+        self.draining = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def pools(self) -> tuple[Pool, Pool]:
+        """Prefill and decode."""
+        return self.prefillers, self.decoders
+
+    @property
+    def background(self) -> int:
+        """Tasks under way besides the clients' requests."""
+        return len(self._tasks)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs ``work`` beside the caller; an exception is logged."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("proxy: a background task failed", exc_info=error)
+
+    async def exchange(
+        self,
+        address: Address,
+        method: str,
+        path: str,
+        *,
+        body: bytes = b"",
+        headers: Sequence[tuple[str, str]] = (),
+        first: float,
+        idle: float,
+    ) -> Connection:
+        """A request whose answer has started. Raises ``UpstreamError``.
+
+        An engine may close an idle connection in the moment a request goes out on it; that request is sent
+        once more, on a new one.
+        """
+        fresh = False
+        while True:
+            try:
+                connection = await self.client.request(
+                    address, method, path, body=body, headers=headers, first=first, idle=idle, fresh=fresh
+                )
+            except UpstreamError as error:
+                error.sent = error.sent or fresh
+                raise
+            try:
+                await connection.start()
+            except UpstreamError as error:
+                connection.close()
+                if not connection.reused or error.deadline or fresh:
+                    raise
+                fresh = True
+                continue
+            except BaseException:
+                connection.close()
+                raise
+            return connection
+
+    async def control(
+        self,
+        address: Address,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Sequence[tuple[str, str]] = (),
+    ) -> tuple[int, bytes, bytes]:
+        """Status, body and content type of a short request. Raises ``UpstreamError``."""
+        seconds = self.settings.deadlines.control
+        connection = await self.exchange(
+            address, method, path, body=body, headers=headers, first=seconds, idle=seconds
+        )
+        try:
+            return connection.status, await connection.read_all(), connection.header(b"content-type")
+        finally:
+            connection.close()
+
+    async def close(self) -> None:
+        """Ends background tasks and connections."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.client.close()

@@ -1,0 +1,72 @@
+"""How the proxy fails: one exception that carries the HTTP answer."""
+
+from __future__ import annotations
+
+import msgspec
+
+JSON = b"application/json"
+
+
+def error_body(status: int, message: str, kind: str | None = None, param: str | None = None) -> bytes:
+    """An error as OpenAI's and vLLM's servers write it."""
+    if kind is None:
+        kind = "BadRequestError" if status < 500 else "InternalServerError"
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    return msgspec.json.encode({"error": error})
+
+
+class HttpFailure(Exception):
+    """A request's end: the answer that the client gets, or an event if its stream has begun."""
+
+    def __init__(
+        self, status: int, body: bytes, content_type: bytes = JSON, retry_after: bytes | None = None
+    ) -> None:
+        super().__init__(f"{status}: {body[:200].decode(errors='replace')}")
+        self.status = status
+        self.body = body
+        self.content_type = content_type
+        self.retry_after = retry_after
+
+    @classmethod
+    def of(
+        cls, status: int, message: str, *, kind: str | None = None, param: str | None = None
+    ) -> HttpFailure:
+        """A failure of the proxy's own."""
+        retry_after = b"1" if status == 503 else None
+        return cls(status, error_body(status, message, kind, param), retry_after=retry_after)
+
+    def event(self) -> bytes:
+        """The failure as a server-sent event, in one line whatever the engine sent."""
+        try:
+            value = msgspec.json.decode(self.body)
+        except msgspec.DecodeError:
+            value = None
+        if not isinstance(value, dict) or "error" not in value:
+            text = self.body[:2000].decode(errors="replace")
+            value = {"error": {"message": text, "type": "UpstreamError", "param": None, "code": self.status}}
+        return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+class Refused(HttpFailure):
+    """A request that this proxy can't serve correctly, refused with 400."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(400, error_body(400, message, param=param))
+
+
+class NoInstanceError(HttpFailure):
+    """No engine of a role takes requests."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(
+            503, error_body(503, f"no {role} engine is available", "ServiceUnavailable"), retry_after=b"1"
+        )
+
+
+class UpstreamError(Exception):
+    """A transport failure. ``sent`` says whether the engine may have seen the request."""
+
+    def __init__(self, message: str, *, sent: bool, deadline: bool = False) -> None:
+        super().__init__(message)
+        self.sent = sent
+        self.deadline = deadline

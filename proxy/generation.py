@@ -1,0 +1,300 @@
+"""One child's answer, whatever it takes: dispatches, retries, and the rest after a "recomputed"."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from vllm_kvoffload.proxy import sse
+from vllm_kvoffload.proxy.calls import Child, child_of
+from vllm_kvoffload.proxy.core import logger
+from vllm_kvoffload.proxy.dispatch import Dispatch, Route
+from vllm_kvoffload.proxy.errors import HttpFailure, UpstreamError
+from vllm_kvoffload.proxy.recompute import (
+    MARK,
+    CannotContinue,
+    Identity,
+    Transcript,
+    continuation_event,
+    continued_body,
+    is_recomputed,
+    joined_answer,
+    last_words,
+)
+from vllm_kvoffload.proxy.usage import UsageFacts, rewrite_usage
+
+CACHED = b'"cached_tokens"'
+PARAMS = b'"kv_transfer_params":{'
+
+
+class Generation:
+    """``start``, then ``read`` until it is empty for a stream, or ``answer``; ``close`` in the end.
+
+    A failure before the client saw output leads to a new dispatch, as a whole and with a new id. After that
+    nothing is sent twice: the failure ends the answer.
+    """
+
+    def __init__(self, route: Route, child: Child) -> None:
+        self._route = route
+        self._core = route.core
+        self._first = child  # as the client asked
+        self._child = child  # as the current dispatch asks
+        self._dispatch: Dispatch | None = None
+        self._buffer = sse.EventBuffer()
+        self._transcript = Transcript(route.kind)
+        self._identity = Identity()
+        self._seen = False
+        self._made_tokens = 0  # in earlier dispatches
+        self._offset = 0  # characters made in earlier dispatches
+        self._recomputes = 0
+        self._retries = route.core.settings.max_retries
+        self._after_send = (
+            1  # retries of a request that an engine may have worked on: it may be what kills it
+        )
+
+    def close(self) -> None:
+        """Ends what is still running."""
+        if self._dispatch is not None:
+            self._dispatch.close()
+
+    async def start(self) -> None:
+        """Until decode accepted the request. Raises ``HttpFailure``."""
+        while True:
+            self.close()
+            self._dispatch = Dispatch(self._route, self._child)
+            self._buffer = sse.EventBuffer()
+            try:
+                await self._dispatch.open()
+                return
+            except UpstreamError as error:
+                await self._may_retry(error)
+
+    async def _may_retry(self, error: UpstreamError) -> None:
+        """Returns where another dispatch may be tried. Raises ``HttpFailure``."""
+        assert self._dispatch is not None
+        self._dispatch.blame(error)
+        self._dispatch.close()
+        self._retries -= 1
+        self._after_send -= error.sent
+        if self._seen or error.deadline or self._retries < 0 or self._after_send < 0:
+            status = 504 if error.deadline else 502
+            raise HttpFailure.of(status, str(error), kind="UpstreamError") from error
+        self._route.trace.retries += 1
+        self._core.metrics.retries.inc()
+        logger.warning("proxy: dispatching %s again: %s", self._dispatch.request_id, error)
+        await asyncio.sleep(0.02 * 2 ** (self._core.settings.max_retries - self._retries))
+
+    # streams
+
+    async def read(self) -> bytes:
+        """Whole events, at least one; empty at the end. Raises ``HttpFailure``."""
+        while True:
+            assert self._dispatch is not None
+            try:
+                data = await self._dispatch.connection.read()
+            except UpstreamError as error:
+                await self._may_retry(error)
+                await self.start()
+                continue
+            if data:
+                data = self._buffer.feed(data)
+                if not data:
+                    continue
+            else:
+                self._dispatch.succeeded()
+                data = self._buffer.rest()
+                if not data:
+                    return b""
+            if not self._seen:
+                self._check_first(data)
+            if MARK in data and (split := self._split_at_recomputed(data)) is not None:
+                data = await self._go_on(*split)
+            else:
+                self._transcript.add(data)
+                if self._recomputes or CACHED in data:
+                    data = await self._rewritten(data)
+            if data:
+                self._seen = True
+                return data
+
+    def _check_first(self, data: bytes) -> None:
+        """An engine that fails before its first token says so in an event of a 200 answer."""
+        event = sse.parse(next(sse.payloads(data), b""))
+        error = event.get("error") if event is not None else None
+        if error:
+            code = error.get("code") if isinstance(error, dict) else None
+            status = code if isinstance(code, int) and 400 <= code < 600 else 500
+            raise HttpFailure(status, msgspec.json.encode(event))
+
+    def _split_at_recomputed(self, data: bytes) -> tuple[bytes, dict[str, Any], bytes] | None:
+        """What is before the giving-up event, it, what is after; None where only the text says the word."""
+        events = list(sse.split(data))
+        for index, raw in enumerate(events):
+            if MARK in raw:
+                event = sse.parse(next(sse.payloads(raw), b""))
+                if event is not None and is_recomputed(event):
+                    return b"".join(events[:index]), event, b"".join(events[index + 1 :])
+        return None
+
+    async def _go_on(self, before: bytes, event: dict[str, Any], after: bytes) -> bytes:
+        """Starts the dispatch of the rest. What is left to send of the old one is returned."""
+        usage = await self._rest_of_usage(event, after)
+        self._transcript.add(before)
+        words = last_words(event)
+        if words is not None:
+            words_event = sse.event(words)
+            self._transcript.add(words_event)
+            before += words_event
+        if self._recomputes or CACHED in before:
+            before = await self._rewritten(before)
+        self._identity.learn(sse.parse(next(sse.payloads(self._transcript.first), b"")) or {})
+        return before if await self._continue(usage) else b""
+
+    async def _rest_of_usage(self, event: dict[str, Any], after: bytes) -> dict[str, Any] | None:
+        """Usage of the dispatch that gave up, from the events at its end."""
+        assert self._dispatch is not None
+        parts = [after]
+        try:
+            while data := await self._dispatch.connection.read():
+                parts.append(data)
+            self._dispatch.succeeded()
+        except UpstreamError:
+            pass
+        usage = event.get("usage")
+        for payload in sse.payloads(b"".join(parts)):
+            usage = (sse.parse(payload) or {}).get("usage") or usage
+        return usage if isinstance(usage, dict) else None
+
+    async def _rewritten(self, data: bytes) -> bytes:
+        facts = await self._facts()
+        made = []
+        for payload in sse.payloads(data):
+            event = sse.parse(payload)
+            if event is None:
+                made.append(b"data: " + payload + b"\n\n")
+            elif self._recomputes:
+                kept = continuation_event(event, self._identity, facts, self._offset)
+                made.append(sse.event(kept) if kept is not None else b"")
+            else:
+                if isinstance(event.get("usage"), dict):
+                    rewrite_usage(event["usage"], facts)
+                made.append(sse.event(event))
+        return b"".join(made)
+
+    async def _facts(self) -> UsageFacts:
+        assert self._dispatch is not None
+        await self._dispatch.prefill_done(self._core.settings.deadlines.control)
+        return UsageFacts(self._dispatch.cached_tokens, self._made_tokens)
+
+    # re-dispatch
+
+    async def _continue(self, usage: dict[str, Any] | None) -> bool:
+        """Starts the next dispatch: of the rest, or of all where nothing was seen and no rest can be made.
+
+        Returns whether it is of the rest, so that what was made so far counts.
+        """
+        self._recomputes += 1
+        self._route.trace.recomputes += 1
+        self._core.metrics.recomputes.inc()
+        if self._recomputes > self._core.settings.max_recomputes:
+            raise HttpFailure.of(503, "decode engines gave the request up too often", kind="Overloaded")
+        continues = True
+        try:
+            self._transcript.check_continues(self._first.body)
+            tokens, ids = await self._count_tokens(usage)
+            body = continued_body(self._route.kind, self._first.body, self._transcript.text, tokens, ids)
+        except CannotContinue as error:
+            if self._seen:
+                message = f"decode gave the request up, and {error}"
+                raise HttpFailure.of(502, message, kind="UpstreamError") from error
+            self._transcript = Transcript(self._route.kind)
+            self._identity = Identity()
+            continues, tokens, body = False, 0, self._first.body
+        self._made_tokens = tokens
+        self._offset = len(self._transcript.text)
+        self._child = replace(child_of(self._route.kind, body), index=self._first.index)
+        await self.start()
+        return continues
+
+    async def _count_tokens(self, usage: dict[str, Any] | None) -> tuple[int, list[int] | None]:
+        """How many tokens were made in all dispatches, and their ids where the prompt needs them."""
+        if not self._transcript.text:
+            return 0, None
+        ids = self._transcript.token_ids
+        reported = usage.get("completion_tokens") if usage is not None else None
+        counted = self._made_tokens + reported if isinstance(reported, int) else None
+        need_ids = isinstance(self._first.body.get("prompt"), list)
+        if ids is None and (need_ids or counted is None):
+            ids = await self._tokenized(self._transcript.text)
+        if counted is None:
+            counted = len(ids) if ids is not None else self._transcript.pieces
+        return counted, ids if need_ids else None
+
+    async def _tokenized(self, text: str) -> list[int] | None:
+        """The ids of ``text``, from a decode engine's /tokenize; None where there is none."""
+        address = self._dispatch.decode_address if self._dispatch is not None else None
+        if address is None:
+            return None
+        asked = {"prompt": text, "add_special_tokens": False}
+        if "model" in self._first.body:
+            asked["model"] = self._first.body["model"]
+        try:
+            status, answer, _ = await self._core.control(
+                address, "POST", "/tokenize", msgspec.json.encode(asked), self._route.headers
+            )
+            ids = msgspec.json.decode(answer).get("tokens") if status == 200 else None
+        except (UpstreamError, msgspec.DecodeError, AttributeError):
+            return None
+        return ids if isinstance(ids, list) else None
+
+    # whole answers
+
+    async def answer(self) -> bytes:
+        """The whole answer's body. Raises ``HttpFailure``."""
+        earlier: dict[str, Any] | None = None
+        while True:
+            raw = await self._whole()
+            plain = earlier is None and MARK not in raw and CACHED not in raw and PARAMS not in raw
+            if plain:
+                return raw
+            answer = self._decoded(raw)
+            if isinstance(answer.get("usage"), dict):
+                rewrite_usage(answer["usage"], await self._facts())
+            answer.pop("kv_transfer_params", None)
+            if not is_recomputed(answer):
+                if earlier is not None:
+                    answer = joined_answer(self._route.kind, earlier, answer)
+                return msgspec.json.encode(answer)
+            self._transcript.add_choice(answer["choices"][0])
+            usage = answer.get("usage")
+            if isinstance(usage, dict):  # which has all tokens already, and those of this dispatch are wanted
+                reported = int(usage.get("completion_tokens") or 0)
+                usage = {**usage, "completion_tokens": reported - self._made_tokens}
+            joined = answer if earlier is None else joined_answer(self._route.kind, earlier, answer)
+            earlier = joined if await self._continue(usage) else None
+
+    async def _whole(self) -> bytes:
+        while True:
+            assert self._dispatch is not None
+            try:
+                raw = await self._dispatch.connection.read_all()
+            except UpstreamError as error:
+                await self._may_retry(error)
+                await self.start()
+                continue
+            self._dispatch.succeeded()
+            return raw
+
+    def _decoded(self, raw: bytes) -> dict[str, Any]:
+        try:
+            answer = msgspec.json.decode(raw)
+        except msgspec.DecodeError as error:
+            raise HttpFailure.of(
+                502, "decode answered something else than JSON", kind="UpstreamError"
+            ) from error
+        if not isinstance(answer, dict):
+            raise HttpFailure.of(502, "decode answered no JSON object", kind="UpstreamError")
+        return answer

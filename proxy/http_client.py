@@ -1,0 +1,334 @@
+"""A lean HTTP/1.1 client for engines: keep-alive, streamed answers, a deadline on every wait.
+
+Each connection is an asyncio protocol over llhttp's parser (httptools). What one read of the socket brings is
+handed over as one piece, however many chunks it has: a relay's cost is per piece.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import httptools
+
+from vllm_kvoffload.proxy.errors import UpstreamError
+from vllm_kvoffload.proxy.settings import Address
+
+Headers = list[tuple[bytes, bytes]]
+KEEP_IDLE = 3.0  # seconds; less than uvicorn's 5, so that a reused connection is rarely one that is closing
+HIGH_WATER = 256 << 10  # bytes that wait for a slow client until reading stops
+
+
+class Connection(asyncio.Protocol):
+    """One connection and the exchange on it. Made and given back by :class:`Client`."""
+
+    def __init__(self, client: Client, address: Address, loop: asyncio.AbstractEventLoop) -> None:
+        self.address = address
+        self.reused = False
+        self.idle_since = 0.0
+        self.deadline = float("inf")
+        self.touched = False
+        self._client = client
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._idle_timeout = 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self.status = 0
+        self.headers: Headers = []
+        self._started = False
+        self._complete = False
+        self._keep = False
+        self._paused = False
+        self._error: Exception | None = None
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._waiter: asyncio.Future[None] | None = None
+
+    # asyncio's protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self._complete:
+            return
+        if self._started and not self._has_length():
+            self._complete = True  # such a body ends with its connection
+            self._wake()
+        else:
+            self.fail(
+                UpstreamError(f"{self.address} closed the connection: {exc or 'end of file'}", sent=True)
+            )
+
+    def data_received(self, data: bytes) -> None:
+        self.touched = True
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.fail(UpstreamError(f"{self.address} sent no HTTP: {error}", sent=True))
+            self._abort()
+            return
+        if self._size > HIGH_WATER and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    # httptools' parser
+
+    def on_status(self, _status: bytes) -> None:
+        pass
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:  # "continue" and the like come before the answer
+            self.headers = []
+            return
+        self.status = status
+        self._started = True
+
+    def on_body(self, body: bytes) -> None:
+        self._parts.append(body)
+        self._size += len(body)
+
+    def on_message_complete(self) -> None:
+        if self._started:
+            self._complete = True
+            self._keep = self._parser.should_keep_alive()
+
+    # the exchange
+
+    def _has_length(self) -> bool:
+        return any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def usable(self) -> bool:
+        """Whether another request can be sent."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def send(self, request: bytes, *, first: float, idle: float) -> None:
+        """Writes a whole request. ``first`` and ``idle``: seconds until the answer, and between parts."""
+        if self._started:
+            self._reset()
+        if self._transport is None:
+            raise UpstreamError(f"{self.address} closed the connection", sent=False)
+        self.touched = False
+        self.deadline = self._loop.time() + first
+        self._idle_timeout = idle
+        self._transport.write(request)
+
+    def tick(self, now: float) -> None:
+        """The client's clock: moves the deadline on after activity, fails the exchange past it."""
+        if self.touched and self._started:
+            self.touched = False
+            self.deadline = now + self._idle_timeout
+        elif self._paused:
+            self.deadline = now + self._idle_timeout  # it is the reader who keeps the engine waiting
+        elif now > self.deadline and not self._complete:
+            self.fail(UpstreamError(f"{self.address} gave no answer in time", sent=True, deadline=True))
+            self._abort()
+
+    def expect_output(self, seconds: float) -> None:
+        """Allows ``seconds`` until the next part: a stream's first event comes long after its headers."""
+        self.touched = False
+        self.deadline = self._loop.time() + seconds
+
+    def fail(self, error: Exception) -> None:
+        """Ends the exchange: ``start`` and ``read`` raise ``error`` after what was received before it."""
+        if self._error is None and not self._complete:
+            self._error = error
+            self._wake()
+
+    async def start(self) -> None:
+        """Waits for status and headers. Raises ``UpstreamError``."""
+        while not self._started:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """The next piece of the body; empty at its end. Raises ``UpstreamError``."""
+        parts = self._parts
+        while not parts:
+            if self._error is not None:
+                raise self._error
+            if self._complete:
+                return b""
+            await self._wait()
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        self._size = 0
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        return data
+
+    async def read_all(self) -> bytes:
+        """The whole body."""
+        parts = []
+        while data := await self.read():
+            parts.append(data)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def header(self, name: bytes, default: bytes = b"") -> bytes:
+        """The first value of a header; ``name`` in lower case."""
+        return next((value for key, value in self.headers if key == name), default)
+
+    def close(self) -> None:
+        """Ends the exchange: an engine that is still answering sees its client go."""
+        self._client.give_back(self, reusable=self._complete and self._keep and not self._parts)
+
+    def abort(self) -> None:
+        """Closes the connection at once."""
+        self._abort()
+
+
+def request_bytes(
+    method: str, path: str, authority: str, headers: Sequence[tuple[str, str]], body: bytes
+) -> bytes:
+    """A whole request. Raises ``ValueError`` for a header with a line end in it."""
+    lines = [f"{method} {path} HTTP/1.1", f"host: {authority}"]
+    lines += [f"{name}: {value}" for name, value in headers]
+    if method == "POST":
+        lines += [f"content-length: {len(body)}", "content-type: application/json"]
+    if any("\r" in line or "\n" in line for line in lines):
+        raise ValueError("a header has a line end in it")
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+
+
+class Client:
+    """Connections to all engines. Belongs to one event loop; :meth:`open` before use."""
+
+    def __init__(self, connect_timeout: float, tick: float = 0.5) -> None:
+        self._connect_timeout = connect_timeout
+        self._tick_seconds = tick
+        self._idle: dict[Address, deque[Connection]] = {}
+        self._busy: set[Connection] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._each_tick: list[Callable[[float], None]] = []
+
+    def open(self) -> None:
+        """Starts the clock of deadlines."""
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(self._tick_seconds, self._tick)
+
+    def on_tick(self, call: Callable[[float], None]) -> None:
+        """``call`` gets the loop's time at every tick: a clock for other deadlines."""
+        self._each_tick.append(call)
+
+    @property
+    def connections(self) -> tuple[int, int]:
+        """Busy ones and idle ones."""
+        return len(self._busy), sum(len(queue) for queue in self._idle.values())
+
+    async def request(
+        self,
+        address: Address,
+        method: str,
+        path: str,
+        *,
+        body: bytes = b"",
+        headers: Sequence[tuple[str, str]] = (),
+        first: float,
+        idle: float,
+        fresh: bool = False,
+    ) -> Connection:
+        """Sends a request; the answer is read from the connection, which must be closed in the end.
+
+        ``fresh``: never on a connection that was used before. Raises ``UpstreamError``.
+        """
+        message = request_bytes(method, path, address.authority, headers, body)
+        connection = None if fresh else self._take(address)
+        if connection is None:
+            connection = await self._connect(address)
+        self._busy.add(connection)
+        try:
+            connection.send(message, first=first, idle=idle)
+        except UpstreamError:
+            self.give_back(connection, reusable=False)
+            raise
+        return connection
+
+    def _take(self, address: Address) -> Connection | None:
+        queue = self._idle.get(address)
+        oldest = self._loop.time() - KEEP_IDLE
+        while queue:
+            connection = queue.pop()
+            if connection.usable and connection.idle_since >= oldest:
+                connection.reused = True
+                return connection
+            connection.abort()
+        return None
+
+    async def _connect(self, address: Address) -> Connection:
+        def make() -> Connection:
+            return Connection(self, address, self._loop)
+
+        try:
+            _, connection = await asyncio.wait_for(
+                self._loop.create_connection(make, address.host, address.port), self._connect_timeout
+            )
+        except (OSError, asyncio.TimeoutError) as error:
+            reason = str(error) or "no answer in time"
+            raise UpstreamError(f"no connection to {address}: {reason}", sent=False) from error
+        return connection
+
+    def give_back(self, connection: Connection, *, reusable: bool) -> None:
+        """Ends an exchange; a connection that can't be used again is closed."""
+        if connection not in self._busy:
+            return
+        self._busy.discard(connection)
+        if reusable and connection.usable:
+            connection.idle_since = self._loop.time()
+            self._idle.setdefault(connection.address, deque()).append(connection)
+        else:
+            connection.abort()
+
+    def forget(self, address: Address) -> None:
+        """Closes the idle connections to an engine that went away."""
+        for connection in self._idle.pop(address, ()):
+            connection.abort()
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        self._timer = self._loop.call_later(self._tick_seconds, self._tick)
+        for connection in list(self._busy):
+            connection.tick(now)
+        for queue in self._idle.values():
+            while queue and (queue[0].idle_since < now - KEEP_IDLE or not queue[0].usable):
+                queue.popleft().abort()
+        for call in self._each_tick:
+            call(now)
+
+    def close(self) -> None:
+        """Stops the clock and closes every connection."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for connection in [*self._busy, *(c for queue in self._idle.values() for c in queue)]:
+            connection.abort()
+        self._busy.clear()
+        self._idle.clear()

@@ -1,0 +1,61 @@
+"""One answer out of several children's: prompt lists and ``n`` choices. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_kvoffload.proxy import sse
+from vllm_kvoffload.proxy.calls import Child
+from vllm_kvoffload.proxy.recompute import Identity
+from vllm_kvoffload.proxy.usage import Usage, add_usage
+
+
+def merged_answer(children: Sequence[Child], answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The answer that isn't streamed; ``answers`` stand in the children's order."""
+    made = dict(answers[0])
+    choices = []
+    for child, answer in zip(children, answers, strict=True):
+        choices += [{**choice, "index": child.index} for choice in answer.get("choices") or ()]
+    made["choices"] = choices
+    parts = [(a.get("usage") or {}, c.counts_prompt) for c, a in zip(children, answers, strict=True)]
+    if any(usage for usage, _ in parts):
+        made["usage"] = add_usage(parts)
+    made.pop("kv_transfer_params", None)
+    return made
+
+
+class StreamMerger:
+    """The events of several children as one stream's."""
+
+    def __init__(self) -> None:
+        self.identity = Identity()
+        self._usage: dict[int, tuple[Usage, bool]] = {}
+        self._shape: dict[str, Any] = {}
+
+    def events(self, child: Child, data: bytes) -> bytes:
+        """The client's events for whole events of ``child``. Usage and ``[DONE]`` wait for :meth:`end`."""
+        made = []
+        for payload in sse.payloads(data):
+            event = sse.parse(payload)
+            if event is None:
+                continue
+            self.identity.learn(event)
+            event.update(self.identity.fields)
+            usage = event.get("usage")
+            if isinstance(usage, dict):
+                self._usage[child.index] = (usage, child.counts_prompt)
+                event["usage"] = add_usage(self._usage.values())  # so far, as continuous usage has it
+                if not event.get("choices"):
+                    self._shape = event
+                    continue
+            for choice in event.get("choices") or ():
+                choice["index"] = child.index
+            made.append(sse.event(event))
+        return b"".join(made)
+
+    def end(self) -> bytes:
+        """The end of the stream, with the sum of all usage where children ended with theirs."""
+        if not self._shape:
+            return sse.DONE_EVENT
+        return sse.event({**self._shape, "usage": add_usage(self._usage.values())}) + sse.DONE_EVENT

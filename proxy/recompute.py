@@ -1,0 +1,243 @@
+"""Going on after a decode engine gave a request up with ``stop_reason`` "recomputed". No I/O.
+
+The engine had to drop the request's KV. Prefill is dispatched again with the prompt and what was made so far,
+and the client sees one answer: nothing twice, nothing missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_kvoffload.proxy import sse
+from vllm_kvoffload.proxy.calls import Body, output_limit
+from vllm_kvoffload.proxy.rendezvous import Kind
+from vllm_kvoffload.proxy.usage import UsageFacts, rewrite_usage
+
+MARK = b"recomputed"
+DIGEST_BYTES = 64 << 10
+GRAMMARS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+class CannotContinue(Exception):
+    """What was made so far can't be given to an engine as the start of the same answer."""
+
+
+def is_recomputed(event: Mapping[str, Any]) -> bool:
+    """Whether this event or answer is the engine's giving up."""
+    return any(
+        isinstance(choice, dict) and choice.get("stop_reason") == "recomputed"
+        for choice in event.get("choices") or ()
+    )
+
+
+class Transcript:
+    """What one child has made so far, from the events or answers of all its dispatches.
+
+    Events are kept as bytes and parsed in batches: only a re-dispatch needs their text.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.first = b""  # the first events, which have the answer's id
+        self._raw: list[bytes] = []
+        self._raw_bytes = 0
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._has_ids = True  # every piece of text came with its ids
+        self._pieces = 0
+        self.plain = True  # nothing but text: no tool call, no reasoning
+
+    def add(self, events: bytes) -> None:
+        """Whole events, as they came."""
+        self.first = self.first or events
+        self._raw.append(events)
+        self._raw_bytes += len(events)
+        if self._raw_bytes > DIGEST_BYTES:
+            self._digest()
+
+    def _digest(self) -> None:
+        raw, self._raw, self._raw_bytes = b"".join(self._raw), [], 0
+        for payload in sse.payloads(raw):
+            event = sse.parse(payload)
+            for choice in (event or {}).get("choices") or ():
+                self.add_choice(choice)
+
+    def add_choice(self, choice: Mapping[str, Any]) -> None:
+        """One choice of an event or of a whole answer."""
+        if self.kind == "chat":
+            part = choice.get("delta") or choice.get("message") or {}
+            text = part.get("content") or ""
+            if any(part.get(k) for k in ("tool_calls", "function_call", "reasoning", "reasoning_content")):
+                self.plain = False
+        else:
+            text = choice.get("text") or ""
+        ids = choice.get("token_ids")
+        if isinstance(ids, list):
+            self._token_ids += ids
+        elif text:
+            self._has_ids = False
+        if text:
+            self._text.append(text)
+            self._pieces += 1
+
+    @property
+    def text(self) -> str:
+        """All text made so far."""
+        self._digest()
+        return "".join(self._text)
+
+    @property
+    def token_ids(self) -> list[int] | None:
+        """The ids of all of it, where the engine sent them."""
+        self._digest()
+        return list(self._token_ids) if self._has_ids else None
+
+    @property
+    def pieces(self) -> int:
+        """Events with text: a lower bound of the tokens."""
+        self._digest()
+        return self._pieces
+
+    def check_continues(self, body: Mapping[str, Any]) -> None:
+        """Raises ``CannotContinue``."""
+        if not self.text:
+            if self.plain:
+                return
+            raise CannotContinue("the answer so far is no plain text")
+        if not self.plain:
+            raise CannotContinue("the answer so far has tool calls or reasoning")
+        if body.get("echo"):
+            raise CannotContinue("the answer so far has the prompt in it")
+        form = body.get("response_format")
+        grammar = isinstance(form, dict) and form.get("type") not in (None, "text")
+        if grammar or any(body.get(key) is not None for key in GRAMMARS):
+            raise CannotContinue("a grammar can't be entered in the middle")
+        if body.get("tool_choice") not in (None, "auto", "none"):
+            raise CannotContinue("a forced tool call can't be entered in the middle")
+
+
+def _continued_messages(messages: object, body: Mapping[str, Any], text: str) -> list[Any]:
+    """The conversation with ``text`` at the end of its last assistant turn, made where there is none."""
+    if not isinstance(messages, list) or not messages:
+        raise CannotContinue("the request has no messages")
+    last = messages[-1]
+    if not (
+        isinstance(last, dict) and last.get("role") == "assistant" and body.get("continue_final_message")
+    ):
+        return [*messages, {"role": "assistant", "content": text}]
+    content = last.get("content")
+    if isinstance(content, list):
+        return [*messages[:-1], {**last, "content": [*content, {"type": "text", "text": text}]}]
+    return [*messages[:-1], {**last, "content": (content or "") + text}]
+
+
+def continued_body(
+    kind: Kind, body: Body, text: str, tokens: int, token_ids: list[int] | None = None
+) -> Body:
+    """The request for the rest of the answer. ``body``: the first dispatch's; ``tokens``: made so far.
+
+    ``token_ids`` of ``text`` are needed where the prompt is token ids. Raises ``CannotContinue``.
+    """
+    made = dict(body)
+    if not text and not token_ids:
+        return made
+    if kind == "chat":
+        made["messages"] = _continued_messages(body.get("messages"), body, text)
+        made["continue_final_message"] = True
+        made["add_generation_prompt"] = False
+    else:
+        prompt = body.get("prompt")
+        if isinstance(prompt, str):
+            made["prompt"] = prompt + text
+        elif isinstance(prompt, list) and token_ids is not None:
+            made["prompt"] = [*prompt, *token_ids]
+        else:
+            raise CannotContinue("the token ids of the answer so far are unknown")
+    limit = output_limit(kind, body)
+    if limit is not None:
+        key = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+        made[key] = max(1, limit - tokens)
+    if isinstance(body.get("min_tokens"), int):
+        made["min_tokens"] = max(0, body["min_tokens"] - tokens)
+    return made
+
+
+class Identity:
+    """``id`` and ``created`` of the first dispatch, which the whole answer has."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {}
+
+    def learn(self, event: Mapping[str, Any]) -> None:
+        """From the first event that has them."""
+        if not self.fields and "id" in event:
+            self.fields = {key: event[key] for key in ("id", "created") if key in event}
+
+
+def continuation_event(
+    event: dict[str, Any], identity: Identity, facts: UsageFacts, offset: int
+) -> dict[str, Any] | None:
+    """An event of a later dispatch as a part of the first one's stream; None when nothing is left of it.
+
+    ``offset``: characters made before, for the text offsets of log probabilities.
+    """
+    event.update(identity.fields)
+    choices = event.get("choices") or []
+    for choice in choices:
+        delta = choice.get("delta")
+        if isinstance(delta, dict) and delta.pop("role", None) and not delta.get("content"):
+            delta.pop("content", None)
+            if not any(delta.values()) and choice.get("finish_reason") is None:
+                return None
+        logprobs = choice.get("logprobs")
+        if isinstance(logprobs, dict) and isinstance(logprobs.get("text_offset"), list):
+            logprobs["text_offset"] = [value + offset for value in logprobs["text_offset"]]
+    if isinstance(event.get("usage"), dict):
+        rewrite_usage(event["usage"], facts)
+    return event
+
+
+def last_words(event: dict[str, Any]) -> dict[str, Any] | None:
+    """What the giving-up event says besides: its text, as an ordinary event; None when it has none."""
+    kept = False
+    for choice in event.get("choices") or ():
+        delta = choice.get("delta")
+        kept = kept or bool(choice.get("text")) or (isinstance(delta, dict) and any(delta.values()))
+        choice["finish_reason"] = choice["stop_reason"] = None
+    event.pop("usage", None)
+    return event if kept else None
+
+
+def _joined_logprobs(first: object, second: object, offset: int) -> object:
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        return second if first is None else first
+    joined = dict(second)
+    for key, value in first.items():
+        later = second.get(key)
+        if isinstance(value, list) and isinstance(later, list):
+            joined[key] = value + ([v + offset for v in later] if key == "text_offset" else later)
+    return joined
+
+
+def joined_answer(kind: Kind, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two parts of one answer that isn't streamed. Usage is ``second``'s, corrected already."""
+    joined = dict(second)
+    joined.update({key: first[key] for key in ("id", "created") if key in first})
+    if not first.get("choices") or not second.get("choices"):
+        return joined
+    one, other = first["choices"][0], dict(second["choices"][0])
+    if kind == "chat":
+        earlier = (one.get("message") or {}).get("content") or ""
+        message = dict(other.get("message") or {})
+        message["content"] = earlier + (message.get("content") or "")
+        other["message"] = message
+    else:
+        earlier = one.get("text") or ""
+        other["text"] = earlier + (other.get("text") or "")
+    if "logprobs" in one or "logprobs" in other:
+        other["logprobs"] = _joined_logprobs(one.get("logprobs"), other.get("logprobs"), len(earlier))
+    if isinstance(one.get("token_ids"), list) and isinstance(other.get("token_ids"), list):
+        other["token_ids"] = one["token_ids"] + other["token_ids"]
+    joined["choices"] = [other]
+    return joined

@@ -1,0 +1,108 @@
+"""The meeting of decode and prefill through ``/v1/metaserver``. No I/O.
+
+A decode engine that has room for a request's KV posts where to send it. The proxy made the request's id, which
+nobody can guess, and knows which posts to expect; nothing else may start a prefill. A post is answered at once:
+the engine posts from a few threads, and an answer that waited for prefill or other posts would hold one.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any, Literal
+
+from vllm_kvoffload.proxy.errors import Refused
+
+Kind = Literal["completion", "chat"]
+Message = dict[str, Any]
+
+# Field -> accepted types; what isn't here is passed on to prefill as it came.
+REQUIRED: dict[str, tuple[type, ...]] = {
+    "request_id": (str,),
+    "remote_engine_id": (str,),
+    "remote_host": (str,),
+    "remote_port": (int,),
+    "remote_cached_tokens": (int,),
+}
+OPTIONAL: dict[str, tuple[type, ...]] = {
+    "do_remote_prefill": (bool,),
+    "do_remote_decode": (bool,),
+    "remote_tp_size": (int, str),
+    "remote_pcp_size": (int, str),
+    "remote_dcp_size": (int, str),
+}
+
+
+def new_parent() -> str:
+    """What goes in ``X-Request-Id``: random, since whoever knows it may post for the request."""
+    return str(uuid.uuid4())
+
+
+def external_id(kind: Kind, parent: str) -> str:
+    """The id that vLLM gives the only prompt of the request ``parent``."""
+    return f"chatcmpl-{parent}" if kind == "chat" else f"cmpl-{parent}-0"
+
+
+def decode_params(metaserver: str) -> dict[str, Any]:
+    """``kv_transfer_params`` of the decode request."""
+    return {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": metaserver}
+
+
+def check_message(message: object) -> Message:
+    """The message, as prefill will get it. Raises ``Refused`` for missing fields and wrong types."""
+    if not isinstance(message, dict):
+        raise Refused("a JSON object was expected")
+    for table, needed in ((REQUIRED, True), (OPTIONAL, False)):
+        for name, types in table.items():
+            value = message.get(name)
+            if value is None and not needed:
+                continue
+            boolean = isinstance(value, bool) and bool not in types  # bool is an int in Python
+            if boolean or not isinstance(value, types):
+                expected = " or ".join(t.__name__ for t in types)
+                raise Refused(f"{name} must be {expected}, found {type(value).__name__}", name)
+    if not 0 < message["remote_port"] < 65536:
+        raise Refused(f"remote_port {message['remote_port']} is no port", "remote_port")
+    if message["remote_cached_tokens"] < 0:
+        raise Refused("remote_cached_tokens is negative", "remote_cached_tokens")
+    if message.get("do_remote_prefill") or message.get("do_remote_decode") is False:
+        raise Refused("do_remote_prefill must be false and do_remote_decode true", "do_remote_prefill")
+    made = dict(message)
+    made["do_remote_prefill"], made["do_remote_decode"] = False, True
+    return made
+
+
+class Meetings:
+    """The expected posts, by external id."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, Callable[[Message], None] | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def expect(self, request_id: str, on_message: Callable[[Message], None]) -> None:
+        """``on_message`` is called with the first good post for ``request_id``, once."""
+        if request_id in self._waiting:
+            raise ValueError(f"{request_id} is expected already")
+        self._waiting[request_id] = on_message
+
+    def forget(self, request_id: str) -> None:
+        """Posts for ``request_id`` are unknown from now on."""
+        self._waiting.pop(request_id, None)
+
+    def post(self, message: object) -> Literal["started", "repeated", "unknown"]:
+        """Takes one post. Raises ``Refused`` for a bad message, but only of a request that is known.
+
+        An engine repeats a post whose answer it didn't get; that changes nothing.
+        """
+        request_id = message.get("request_id") if isinstance(message, dict) else None
+        if not isinstance(request_id, str) or request_id not in self._waiting:
+            return "unknown"
+        on_message = self._waiting[request_id]
+        if on_message is None:
+            return "repeated"
+        checked = check_message(message)
+        self._waiting[request_id] = None
+        on_message(checked)
+        return "started"

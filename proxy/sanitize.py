@@ -1,0 +1,54 @@
+"""The prefill request made of a client's request, by one table.
+
+A prefill engine makes one token, whatever was asked for. What shapes the prompt stays as it is, since both
+engines must see the same tokens: messages, tools, tool_choice, response_format, chat template arguments,
+truncation, cache_salt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+
+class _Drop:
+    """Marks a key that prefill must not get."""
+
+
+DROP: Final = _Drop()
+
+# Key -> what prefill gets instead. Keys that aren't here are passed on.
+PREFILL_TABLE: Final[Mapping[str, object]] = {
+    "stream": False,
+    "stream_options": DROP,  # refused by vLLM without stream
+    "n": 1,
+    "best_of": DROP,
+    "max_tokens": 1,
+    "max_completion_tokens": 1,
+    "min_tokens": 1,  # above max_tokens it would be refused
+    "echo": False,
+    "logprobs": DROP,
+    "top_logprobs": DROP,  # refused without logprobs
+    "prompt_logprobs": DROP,
+    "logprob_token_ids": DROP,  # refused without logprobs
+    "return_token_ids": DROP,
+    "return_tokens_as_token_ids": DROP,
+    "thinking_token_budget": DROP,
+    "kv_transfer_params": DROP,
+    "request_id": DROP,
+}
+# Set on every prefill request; the others above only replace a value that is there.
+ALWAYS: Final = frozenset({"stream", "max_tokens", "min_tokens"})
+
+
+def prefill_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of the prefill request. ``body`` is not changed."""
+    made: dict[str, Any] = {}
+    for key, value in body.items():
+        replacement = PREFILL_TABLE.get(key, value)
+        if replacement is not DROP:
+            made[key] = replacement
+    for key in ALWAYS:
+        made[key] = PREFILL_TABLE[key]
+    made["kv_transfer_params"] = dict(kv_transfer_params)
+    return made
