@@ -12,6 +12,7 @@ BENCHMARKS = {
     "plan": "benchmarks.plan",
     "policy": "benchmarks.policy",
     "pull": "benchmarks.pull",
+    "proxy": "benchmarks.proxy",
     "serve": "benchmarks.serve",
 }
 

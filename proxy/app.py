@@ -199,7 +199,7 @@ class ProxyApp:
         trace.children = len(call.children)
         route = Route(self.core, kind, scope["path"], call.stream, _passed_on(scope), trace)
         answer = Answer(send, trace)
-        async with Guard(receive, deadlines.client_stall) as guard:
+        async with Guard(receive, send, deadlines.client_stall) as guard:
             answer.guard = guard
             self.running.add(guard)
             try:

@@ -83,12 +83,13 @@ class Guard:
     ``async with Guard(...) as guard`` swallows that cancellation, and no other; ``guard.reason`` says which.
     """
 
-    def __init__(self, receive: Receive, stall_seconds: float) -> None:
+    def __init__(self, receive: Receive, send: Send, stall_seconds: float) -> None:
         self.reason: str | None = None
         self.finished = False  # the answer is out: the disconnect that servers report then is none
         self.sending = False
         self.sent = 0  # messages, so that the clock sees progress
         self._receive = receive
+        self._send = send
         self._stall = stall_seconds
         self._seen = -1
         self._stalled_at = float("inf")
@@ -120,6 +121,10 @@ class Guard:
             self._stalled_at = now + self._stall
         elif now > self._stalled_at:
             self._end("client stalled")
+            # ASGI has no word for this, and uvicorn would wait for ever to send the rest.
+            transport = getattr(getattr(self._send, "__self__", None), "transport", None)
+            if transport is not None:
+                transport.abort()
 
     def _end(self, reason: str) -> None:
         if self.reason is None and not self.finished:

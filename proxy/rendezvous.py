@@ -1,8 +1,8 @@
 """The meeting of decode and prefill through ``/v1/metaserver``. No I/O.
 
-A decode engine that has room for a request's KV posts where to send it. The proxy made the request's id, which
-nobody can guess, and knows which posts to expect; nothing else may start a prefill. A post is answered at once:
-the engine posts from a few threads, and an answer that waited for prefill or other posts would hold one.
+A decode engine that has room for a request's KV posts where to send it. The proxy made the request's id,
+which nobody can guess, and knows which posts to expect; nothing else may start a prefill. A post is answered
+at once: the engine has few threads for posts, and an answer that waited for something would hold one.
 """
 
 from __future__ import annotations

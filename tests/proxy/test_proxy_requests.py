@@ -1,0 +1,218 @@
+"""Requests through a proxy and engines without faults."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from proxy_world import events, text_of, words, world
+
+
+def run(scenario: Any) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 30))
+
+
+def test_stream_and_its_prefill_request() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            found = await w.stream(max_tokens=3, min_tokens=2, stream_options={"include_usage": True})
+            assert text_of(found) == words(3, 3)
+            assert found[-1] == {"done": True}
+            usage = found[-2]["usage"]
+            assert usage["prompt_tokens_details"] == {"cached_tokens": 2}, "prefill's, not decode's"
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 3)
+            (d,), (p,) = w.d.exchanges, w.p.exchanges
+            assert d.body["kv_transfer_params"] == {
+                "do_remote_decode": False,
+                "do_remote_prefill": True,
+                "metaserver": f"{w.url}/v1/metaserver",
+            }
+            assert p.headers["x-request-id"] == d.headers["x-request-id"]
+            assert p.body["prompt"] == "a b c"
+            assert (p.body["stream"], p.body["max_tokens"], p.body["min_tokens"]) == (False, 1, 1)
+            assert "stream_options" not in p.body
+            params = p.body["kv_transfer_params"]
+            assert params["do_remote_decode"] is True
+            assert params["remote_host"] == "10.0.0.1"
+            assert params["request_id"] == d.external_id
+
+    run(scenario())
+
+
+def test_whole_answer_and_chat() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            answer = await w.complete(max_tokens=5)
+            assert answer.status_code == 200
+            assert answer.json()["choices"][0]["text"] == words(3, 5)
+            assert answer.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+            chat = [{"role": "user", "content": "a b"}]
+            tools = [{"type": "function", "function": {"name": "f"}}]
+            found = await w.stream(
+                "/v1/chat/completions", messages=chat, max_completion_tokens=9, max_tokens=2, tools=tools
+            )
+            assert text_of(found) == words(2, 2)
+            assert w.p.exchanges[-1].body["max_completion_tokens"] == 1
+            assert w.p.exchanges[-1].body["tools"] == tools, "they are part of the prompt"
+
+    run(scenario())
+
+
+def test_token_ids_and_headers() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            answer = await w.client.post(
+                "/v1/completions",
+                json={"model": "m", "prompt": [1, 2, 3, 4], "max_tokens": 2},
+                headers={"authorization": "Bearer k", "x-request-id": "mine", "cookie": "c"},
+            )
+            assert answer.json()["choices"][0]["text"] == words(4, 2)
+            assert answer.headers["x-request-id"] == "mine"
+            for exchange in (w.d.exchanges[0], w.p.exchanges[0]):
+                assert exchange.headers["authorization"] == "Bearer k"
+                assert "cookie" not in exchange.headers
+                assert exchange.headers["x-request-id"] != "mine", "it must not be guessable"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_prompts_than_the_engine_has_threads(stream: bool) -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            prompts = ["x " * (i % 5 + 1) for i in range(40)]
+            answer = await w.complete(
+                prompt=prompts,
+                max_tokens=2,
+                n=2,
+                seed=5,
+                stream=stream,
+                stream_options={"include_usage": True},
+            )
+            assert answer.status_code == 200, answer.text
+            if stream:
+                found = events(answer.text)
+                assert found[-1] == {"done": True}
+                texts = [text_of(found, i) for i in range(80)]
+                assert len({event["id"] for event in found[:-1]}) == 1
+                usage = found[-2]["usage"]
+                assert found[-2]["choices"] == []
+            else:
+                choices = answer.json()["choices"]
+                assert [c["index"] for c in choices] == list(range(80))
+                texts, usage = [c["text"] for c in choices], answer.json()["usage"]
+            assert texts == [words(len(p.split()), 2) for p in prompts for _ in range(2)]
+            assert usage["completion_tokens"] == 160
+            assert usage["prompt_tokens"] == sum(len(p.split()) for p in prompts), "each prompt once"
+            assert usage["prompt_tokens_details"] == {
+                "cached_tokens": sum(min(2, len(p.split())) for p in prompts)
+            }
+            assert sorted({e.body["seed"] for e in w.d.exchanges}) == [5, 6]
+            assert all("n" not in e.body for e in w.d.exchanges)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"kv_transfer_params": {"metaserver": "http://evil"}}, "kv_transfer_params"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_embeds": "x"}, "prompt_embeds"),
+        ({"best_of": 3}, "best_of"),
+        ({"n": 0}, "n"),
+        ({"n": "2"}, "n"),
+        ({"n": 2000}, "n"),
+        ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
+        ({"stream": "yes"}, "stream"),
+        ({"prompt": [1, "a"]}, "prompt"),
+    ],
+)
+def test_refused(body: dict[str, Any], param: str) -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            answer = await w.complete(**body)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == param
+            assert not w.d.exchanges
+
+    run(scenario())
+
+
+def test_small_endpoints() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            assert (await w.client.get("/v1/models")).json() == {"data": [{"id": "m"}]}
+            assert (await w.client.get("/health")).status_code == 200
+            await w.stream(max_tokens=1)
+            await w.settle()
+            page = (await w.client.get("/metrics")).text
+            assert (
+                'kvoffload_proxy_requests_total{end="ok",endpoint="/v1/completions",status="200"} 1.0' in page
+            )
+            assert f'kvoffload_proxy_load_tokens{{instance="{w.d.address}",role="decode"}} 0.0' in page
+            assert (await w.client.get("/nowhere")).status_code == 404
+            assert (await w.client.get("/v1/completions")).status_code == 405
+            assert (await w.client.get("/admin/instances")).status_code == 404, "no token, no admin"
+            broken = await w.client.post("/v1/completions", content=b"{")
+            assert (broken.status_code, broken.json()["error"]["code"]) == (400, 400)
+
+    run(scenario())
+
+
+def test_admin() -> None:
+    async def scenario() -> None:
+        async with world(prefillers=1, decoders=2, admin_token="secret") as w:
+            path, auth = "/admin/instances", {"authorization": "Bearer secret"}
+            assert (await w.client.get(path)).status_code == 401
+            assert (await w.client.get(path, headers={"authorization": "Bearer x"})).status_code == 401
+            first = {"role": "decode", "host": "127.0.0.1", "port": w.d.port}
+            drained = await w.client.post(f"{path}/drain", json=first, headers=auth)
+            assert drained.json()["decode"][0]["draining"] is True
+            for _ in range(4):
+                await w.stream(max_tokens=1)
+            assert not w.d.exchanges
+            await w.client.post(f"{path}/add", json=first, headers=auth)
+            for engine in w.decoders[1:]:
+                body = {"role": "decode", "host": "127.0.0.1", "port": engine.port}
+                removed = await w.client.post(f"{path}/remove", json=body, headers=auth)
+                assert len(removed.json()["decode"]) == 1
+            await w.stream(max_tokens=1)
+            assert len(w.d.exchanges) == 1
+            for bad in ({**first, "host": "0.0.0.0"}, {**first, "role": "x"}, {**first, "role": "prefill"}):
+                assert (await w.client.post(f"{path}/add", json=bad, headers=auth)).status_code == 400
+            gone = {**first, "port": 1}
+            assert (await w.client.post(f"{path}/remove", json=gone, headers=auth)).status_code == 404
+
+    run(scenario())
+
+
+def test_metaserver_knows_its_requests() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+
+            async def poster(exchange: Any) -> None:
+                assert await exchange.post(request_id="cmpl-other-0") == 404
+                assert await exchange.post(remote_port="x") == 400
+                assert await exchange.post(remote_port=0) == 400
+                assert await exchange.post(do_remote_prefill=True) == 400
+                assert not w.p.exchanges
+                await exchange.rendezvous()
+                assert await exchange.post() == 200, "a repeated post"
+                await exchange.start_stream()
+                await exchange.word(0, "length")
+                await exchange.end_stream(1)
+
+            w.d.behaviours.append(poster)
+            assert text_of(await w.stream(max_tokens=1)) == words(3, 1)
+            await w.settle()
+            assert len(w.p.exchanges) == 1, "one prefill however often decode posts"
+            late = {"request_id": w.d.exchanges[0].external_id}
+            assert (await w.client.post("/v1/metaserver", json=late)).status_code == 404
+            assert (await w.client.post("/v1/metaserver", content=b"{")).status_code == 400
+            assert (await w.client.post("/v1/metaserver", json=[1])).status_code == 404
+
+    run(scenario())
