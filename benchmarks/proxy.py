@@ -5,8 +5,8 @@
 - ``proxy/tokens_per_s/naive``: the same; baseline: a relay of FastAPI and httpx, written for the comparison.
 - ``proxy/requests_per_s`` and ``/naive``: whole answers of 4 tokens, per second of CPU time.
 - ``proxy/rendezvous_per_s``: the same with decode's post and a prefill for each; baseline: without them.
-- ``proxy/added_ms/token/{p50,p99}`` and ``request/{p50,p99}``: how much later than from the engine directly a
-  token, and a whole short answer, arrives; baselines: vllm-router's, and for ``/naive`` the naive relay's.
+- ``proxy/added_ms/token/{p50,p99}`` and ``request/{p50,p99}``: how much later than the median from the engine
+  directly a token, and a whole short answer, arrives; baselines: vllm-router's, and for ``/naive`` the naive's.
 - ``proxy/direct``: tokens per second through the proxy at that pace; baseline: from the engine directly.
 
 vllm-router is taken from ``KVOFFLOAD_BENCH_VLLM_ROUTER`` or PATH; without it its rows are left out. It relays
@@ -138,9 +138,9 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def added(relay: Relay, direct: Relay, what: str) -> dict[str, float]:
-    """Percentiles above the direct way's; no less than a microsecond, so that ratios stay finite."""
-    own, base = percentiles(getattr(relay, what)), percentiles(getattr(direct, what))
-    return {name: max(own[name] - base[name], 1e-3) for name in own}
+    """Percentiles above the direct way's median; no less than a microsecond, so that ratios stay finite."""
+    base = median(getattr(direct, what))
+    return {name: max(value - base, 1e-3) for name, value in percentiles(getattr(relay, what)).items()}
 
 
 def compare(proxy: Relay, direct: Relay, other: Relay, suffix: str) -> Iterator[Row]:

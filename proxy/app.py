@@ -152,20 +152,22 @@ class ProxyApp:
         raise failure
 
     async def _metaserver(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers at once: what becomes of the prefill, decode learns from its own connection."""
+        """Answers when the prefill ended: 200, or 502 where it failed or was given up."""
         raw = await read_body(receive, MESSAGE_LIMIT, self.settings.deadlines.request_body)
         try:
             message = msgspec.json.decode(raw)
         except msgspec.DecodeError as error:
             raise HttpFailure.of(400, "the body is no JSON") from error
         try:
-            result = self.core.meetings.post(message)
+            result, outcome = self.core.meetings.post(message)
         except HttpFailure:
             self.core.metrics.posts.labels("refused").inc()
             raise
         self.core.metrics.posts.labels(result).inc()
-        if result == "unknown":
+        if outcome is None:
             raise HttpFailure.of(404, "no request of that id waits for a prefill", kind="NotFoundError")
+        if error := await outcome:  # ends by prefill's deadline
+            raise HttpFailure.of(502, f"prefill failed: {error}", kind="UpstreamError")
         await respond_json(send, 200, {"status": "ok"})
 
     # completions and chats

@@ -14,7 +14,7 @@ from vllm_kvoffload.proxy.calls import Child
 from vllm_kvoffload.proxy.core import Core, Trace, logger
 from vllm_kvoffload.proxy.errors import HttpFailure, UpstreamError
 from vllm_kvoffload.proxy.http_client import Connection
-from vllm_kvoffload.proxy.rendezvous import Kind, Message, decode_params, external_id, new_parent
+from vllm_kvoffload.proxy.rendezvous import Kind, Message, Outcome, decode_params, external_id, new_parent
 from vllm_kvoffload.proxy.sanitize import prefill_body
 from vllm_kvoffload.proxy.settings import Address
 from vllm_kvoffload.proxy.usage import cached_tokens
@@ -126,9 +126,14 @@ class Dispatch:
         if self._prefill is not None and not self._prefill.done():
             await asyncio.wait([self._prefill], timeout=seconds)
 
-    def _on_message(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> Outcome:
         self._core.metrics.rendezvous.observe(time.monotonic() - self._began)
+        outcome: Outcome = asyncio.get_running_loop().create_future()
         self._prefill = self._core.spawn(self._run_prefill(message))
+        self._prefill.add_done_callback(
+            lambda task: outcome.set_result("cancelled" if task.cancelled() else str(self._failure or ""))
+        )
+        return outcome
 
     async def _run_prefill(self, message: Message) -> None:
         try:

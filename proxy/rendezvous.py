@@ -2,12 +2,14 @@
 
 A decode engine that has room for a request's KV posts where to send it. The proxy made the request's id,
 which nobody can guess, and knows which posts to expect; nothing else may start a prefill. A post is answered
-at once: the engine has few threads for posts, and an answer that waited for something would hold one.
+when the prefill of its own request ended, as vLLM-Ascend's connector has it; it never waits for other posts,
+of which an engine has only a few at a time.
 """
 
 from __future__ import annotations
 
 import uuid
+from asyncio import Future
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -15,6 +17,8 @@ from vllm_kvoffload.proxy.errors import Refused
 
 Kind = Literal["completion", "chat"]
 Message = dict[str, Any]
+Outcome = Future[str]  # of a prefill: empty, or what went wrong
+Start = Callable[[Message], Outcome]
 
 # Field -> accepted types; what isn't here is passed on to prefill as it came.
 REQUIRED: dict[str, tuple[type, ...]] = {
@@ -76,33 +80,32 @@ class Meetings:
     """The expected posts, by external id."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, Callable[[Message], None] | None] = {}
+        self._waiting: dict[str, Start | Outcome] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def expect(self, request_id: str, on_message: Callable[[Message], None]) -> None:
-        """``on_message`` is called with the first good post for ``request_id``, once."""
+    def expect(self, request_id: str, start: Start) -> None:
+        """``start`` is called with the first good post for ``request_id``, once."""
         if request_id in self._waiting:
             raise ValueError(f"{request_id} is expected already")
-        self._waiting[request_id] = on_message
+        self._waiting[request_id] = start
 
     def forget(self, request_id: str) -> None:
         """Posts for ``request_id`` are unknown from now on."""
         self._waiting.pop(request_id, None)
 
-    def post(self, message: object) -> Literal["started", "repeated", "unknown"]:
+    def post(self, message: object) -> tuple[Literal["started", "repeated", "unknown"], Outcome | None]:
         """Takes one post. Raises ``Refused`` for a bad message, but only of a request that is known.
 
-        An engine repeats a post whose answer it didn't get; that changes nothing.
+        An engine repeats a post whose answer it didn't get; that starts nothing, and has the same outcome.
         """
         request_id = message.get("request_id") if isinstance(message, dict) else None
         if not isinstance(request_id, str) or request_id not in self._waiting:
-            return "unknown"
-        on_message = self._waiting[request_id]
-        if on_message is None:
-            return "repeated"
-        checked = check_message(message)
-        self._waiting[request_id] = None
-        on_message(checked)
-        return "started"
+            return "unknown", None
+        expected = self._waiting[request_id]
+        if isinstance(expected, Future):
+            return "repeated", expected
+        outcome = expected(check_message(message))
+        self._waiting[request_id] = outcome
+        return "started", outcome

@@ -133,9 +133,9 @@ class Exchange:
             return answer.status_code
 
     async def rendezvous(self) -> None:
-        """Posts and waits for the KV."""
+        """Posts and waits for the KV, for ever if there is none: vLLM-Ascend takes an error for delivered."""
         kv = self.engine.world.kv.setdefault(self.external_id, asyncio.Event())
-        assert await self.post() == 200
+        await self.post()
         await kv.wait()
 
 

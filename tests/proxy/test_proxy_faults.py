@@ -135,9 +135,58 @@ def test_prefill_errors_reach_the_client_and_end_decode(stream: bool) -> None:
     async def scenario() -> None:
         async with world() as w:
             w.p.behaviours.append(refuse)
+            posted: list[int] = []
+
+            async def posts(exchange: Exchange) -> None:
+                posted.append(await exchange.post())
+                await silent(exchange)
+
+            w.d.behaviours.append(posts)
             answer = await w.complete(stream=stream)
             assert (answer.status_code, answer.json()["error"]["message"]) == (400, "too long")
             await asyncio.wait_for(w.d.exchanges[0].gone.wait(), 2)
+            assert posted in ([], [502]), "the post is answered, if decode still listens"
+
+    run(scenario())
+
+
+def test_a_post_is_answered_when_its_prefill_ended() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            gate = asyncio.Event()
+            posts: list[asyncio.Task[int]] = []
+
+            async def gated(exchange: Exchange) -> None:
+                await gate.wait()
+                await exchange.engine.usual(exchange)
+
+            async def twice(exchange: Exchange) -> None:
+                posts.append(asyncio.create_task(exchange.post()))
+                posts.append(asyncio.create_task(exchange.post()))
+                await asyncio.gather(*posts)
+                await exchange.start_stream()
+                await exchange.end_stream(0)
+
+            w.p.behaviours.append(gated)
+            w.d.behaviours.append(twice)
+            request = asyncio.create_task(w.stream())
+            while not w.p.exchanges:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            assert not any(post.done() for post in posts)
+            gate.set()
+            await request
+            assert [post.result() for post in posts] == [200, 200]
+            assert len(w.p.exchanges) == 1
+
+            w.p.behaviours.append(silent)
+            w.d.behaviours.append(twice)
+            posts.clear()
+            leaving = asyncio.create_task(w.complete(stream=True))
+            while len(w.p.exchanges) < 2:
+                await asyncio.sleep(0.01)
+            leaving.cancel()
+            await w.settle()
 
     run(scenario())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from typing import Any
@@ -16,7 +17,7 @@ from vllm_kvoffload.proxy.calls import parse_call, prefix_hashes
 from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, Refused
 from vllm_kvoffload.proxy.http_client import request_bytes
 from vllm_kvoffload.proxy.recompute import CannotContinue, Transcript, continued_body
-from vllm_kvoffload.proxy.rendezvous import Meetings, check_message, external_id
+from vllm_kvoffload.proxy.rendezvous import Meetings, Message, Outcome, check_message, external_id
 from vllm_kvoffload.proxy.sanitize import ALWAYS, DROP, PREFILL_TABLE, prefill_body
 from vllm_kvoffload.proxy.settings import Address, SettingsError, addresses, is_wildcard, proxy_settings
 from vllm_kvoffload.proxy.usage import UsageFacts, add_usage, cached_tokens, rewrite_usage
@@ -243,17 +244,24 @@ MESSAGE = {
 
 def test_meetings() -> None:
     meetings, seen = Meetings(), []
-    assert meetings.post(MESSAGE) == "unknown"
-    meetings.expect("cmpl-x-0", seen.append)
+    outcome: Outcome = Outcome(loop=asyncio.new_event_loop())
+
+    def start(message: Message) -> Outcome:
+        seen.append(message)
+        return outcome
+
+    assert meetings.post(MESSAGE) == ("unknown", None)
+    meetings.expect("cmpl-x-0", start)
     with pytest.raises(ValueError, match="expected already"):
-        meetings.expect("cmpl-x-0", seen.append)
+        meetings.expect("cmpl-x-0", start)
     with pytest.raises(Refused):
         meetings.post({**MESSAGE, "remote_host": 1})
-    assert meetings.post(MESSAGE) == "started"
-    assert meetings.post(MESSAGE) == "repeated"
+    assert meetings.post(MESSAGE) == ("started", outcome)
+    assert meetings.post(MESSAGE) == ("repeated", outcome)
     assert seen == [MESSAGE]
     meetings.forget("cmpl-x-0")
-    assert meetings.post(MESSAGE) == "unknown"
+    assert meetings.post(MESSAGE) == ("unknown", None)
+    outcome.get_loop().close()
     assert len(meetings) == 0
 
 

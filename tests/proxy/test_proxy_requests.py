@@ -6,7 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from proxy_world import events, text_of, words, world
+from proxy_world import FAST, events, text_of, words, world
+
+from vllm_kvoffload.proxy.settings import Deadlines
 
 
 def run(scenario: Any) -> None:
@@ -80,7 +82,8 @@ def test_token_ids_and_headers() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_more_prompts_than_the_engine_has_threads(stream: bool) -> None:
     async def scenario() -> None:
-        async with world() as w:
+        patient = Deadlines(**{**vars(FAST), "answer": 25, "first_output": 25, "idle": 25, "prefill": 25})
+        async with world(deadlines=patient) as w:
             prompts = ["x " * (i % 5 + 1) for i in range(40)]
             answer = await w.complete(
                 prompt=prompts,
