@@ -5,8 +5,8 @@
 - ``proxy/tokens_per_s/naive``: the same; baseline: a relay of FastAPI and httpx, written for the comparison.
 - ``proxy/requests_per_s`` and ``/naive``: whole answers of 4 tokens, per second of CPU time.
 - ``proxy/rendezvous_per_s``: the same with decode's post and a prefill for each; baseline: without them.
-- ``proxy/added_ms/token/{p50,p99}`` and ``request/{p50,p99}``: how much later than the median from the engine
-  directly a token, and a whole short answer, arrives; baselines: vllm-router's, and for ``/naive`` the naive's.
+- ``proxy/added_ms/token/{p50,p99}`` and ``request/{p50,p99}``: how much later than the engine's own median a
+  token, and a whole short answer, arrives; baselines: vllm-router's, and for ``/naive`` the naive relay's.
 - ``proxy/direct``: tokens per second through the proxy at that pace; baseline: from the engine directly.
 
 vllm-router is taken from ``KVOFFLOAD_BENCH_VLLM_ROUTER`` or PATH; without it its rows are left out. It relays
