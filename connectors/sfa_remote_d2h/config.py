@@ -1,0 +1,139 @@
+"""Options of ``SfaRemoteD2HConnector``, checked at start-up. Neither vLLM nor torch is needed here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_kvoffload.config import ConfigError
+from vllm_kvoffload.transfer import ENGINES
+
+CONNECTOR = "SfaRemoteD2HConnector"
+EXTRA = "kv_connector_extra_config"
+EXTERNAL_ID_SUFFIX = 9
+"""vLLM appends "-" and 8 random characters to the id that the front end and the proxy know."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Deadlines and budgets, in seconds. Only `lease_s` and `request_s` can be set; the others follow.
+
+    lease_s: how long prefill keeps blocks without a heartbeat, and decode waits for an answer to one.
+    request_s: longest time from allocation on decode to the end of the transfer.
+    retries: transfers of a request after the first. read_retries: of failed reads of a transfer.
+    """
+
+    lease_s: float = 15.0
+    request_s: float = 600.0
+    retries: int = 2
+    read_retries: int = 2
+
+    @property
+    def beat_s(self) -> float:
+        """Between heartbeats."""
+        return self.lease_s / 5
+
+    @property
+    def early_s(self) -> float:
+        """How long a transfer is kept for a request that this rank doesn't know, yet or any more."""
+        return self.lease_s
+
+    @property
+    def offer_s(self) -> float:
+        """How long a request waits for prefill to begin: prefill may have a queue."""
+        return self.request_s
+
+    @property
+    def retry_s(self) -> float:
+        """How long a request that lost its transfer waits for another one."""
+        return self.lease_s
+
+
+@dataclass(frozen=True)
+class RemoteD2HConfig:
+    """Options of one engine. `metaserver_hosts`: hosts that decode may post to; empty for any."""
+
+    transfer_backend: str
+    producer: bool
+    kv_port: int
+    use_layerwise: bool = True
+    limits: Limits = Limits()
+    metaserver_hosts: tuple[str, ...] = ()
+
+
+def parse_remote_d2h(
+    kv_role: str | None, kv_port: int, extra: Mapping[str, Any], device: str
+) -> RemoteD2HConfig:
+    """Reads the options out of vLLM's kv-transfer config.
+
+    Args:
+        device: "cpu" or "npu", which decides the transfer engine.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    for key in extra:
+        if key not in _KEYS:
+            close = difflib.get_close_matches(str(key), _KEYS, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{EXTRA}.{key}", extra[key], f"no such key{hint}", f"use {', '.join(_KEYS)}")
+    if kv_role not in ("kv_producer", "kv_consumer"):
+        rule = "an engine either prefills or decodes with this connector"
+        raise ConfigError("kv_role", kv_role, rule, "set kv_producer for prefill, kv_consumer for decode")
+    defaults = Limits()
+    return RemoteD2HConfig(
+        transfer_backend=_backend(extra.get("transfer_backend"), device),
+        producer=kv_role == "kv_producer",
+        kv_port=kv_port,
+        use_layerwise=_bool(extra, "use_layerwise", True),
+        limits=Limits(
+            lease_s=_seconds(extra, "lease_s", defaults.lease_s),
+            request_s=_seconds(extra, "request_s", defaults.request_s),
+        ),
+        metaserver_hosts=_hosts(extra),
+    )
+
+
+_KEYS = ("transfer_backend", "use_layerwise", "lease_s", "request_s", "metaserver_hosts")
+
+
+def _backend(value: object, device: str) -> str:
+    key, expected = f"{EXTRA}.transfer_backend", "memfabric" if device == "npu" else "nixl"
+    if value is None:
+        raise ConfigError(key, None, "required on both sides", f'set it to "{expected}"')
+    if value not in ENGINES:
+        raise ConfigError(key, value, f"must be one of {', '.join(ENGINES)}", f'set it to "{expected}"')
+    if value != expected:
+        raise ConfigError(key, value, f"does not work on {device}", f'set it to "{expected}"')
+    return expected
+
+
+def _bool(extra: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = extra.get(key, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{EXTRA}.{key}", value, "must be true or false", "write true or false")
+    return value
+
+
+def _seconds(extra: Mapping[str, Any], key: str, default: float) -> float:
+    value = extra.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.5 <= value <= 86400:
+        raise ConfigError(
+            f"{EXTRA}.{key}", value, "must be seconds from 0.5 to 86400", f"set it to {default:g}"
+        )
+    return float(value)
+
+
+def _hosts(extra: Mapping[str, Any]) -> tuple[str, ...]:
+    value = extra.get("metaserver_hosts", [])
+    if not isinstance(value, (list, tuple)) or not all(isinstance(host, str) and host for host in value):
+        rule = "must be a list of host names"
+        raise ConfigError(f"{EXTRA}.metaserver_hosts", value, rule, 'write ["proxy.example"]')
+    return tuple(value)
+
+
+def external_id(req_id: str) -> str:
+    """The id that the front end, the proxy and the other engine know."""
+    return req_id[:-EXTERNAL_ID_SUFFIX] if len(req_id) > EXTERNAL_ID_SUFFIX else req_id

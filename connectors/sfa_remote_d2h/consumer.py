@@ -1,0 +1,569 @@
+"""Decode's side of the protocol, for one rank: which block is read where, and how a request ends. Pure.
+
+A request is *known* from the step that allocates its blocks. It *waits* until every prefill rank of its
+contributor group has published a transfer for it, and *reads* what these publish, one read of a transfer at a
+time. When all is read it asks each of them to *finish*: only the answer proves that prefill still held the
+blocks when the last byte was read, so only then the request is complete. Whatever is read under a transfer
+that ends otherwise counts for nothing.
+
+No block of a request is given back, and no other transfer may be read into it, before every read into it is
+over: `report` names a request only then. As in `producer`, nothing here waits, sends or knows a clock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
+from vllm_kvoffload.connectors.sfa_remote_d2h.ports import owner
+from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
+    Beat,
+    BeatAck,
+    Cancel,
+    Chunk,
+    Closed,
+    Finish,
+    Finished,
+    Hello,
+    HelloAck,
+    NeedHello,
+    Publish,
+    Refused,
+    ToDecode,
+    ToPrefill,
+)
+
+GONE_KEPT = 4096
+"""Transfers remembered after they were given up, so that a late `Publish` doesn't bring them back."""
+
+PEER_IDLE_LEASES = 20
+"""Leases after which a prefill session that says nothing is forgotten; it can introduce itself again."""
+
+
+@dataclass(frozen=True)
+class Receive:
+    """A request to be received. blocks: ids of all its blocks here; the first `first` have their KV."""
+
+    req_id: str
+    request: str
+    prompt: bytes
+    blocks: tuple[int, ...]
+    first: int
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """Blocks that are to be read."""
+        return self.blocks[self.first :]
+
+
+@dataclass(frozen=True)
+class ReadOrder:
+    """A read to be made: `layers` of some blocks, pairs of (block here, block on prefill)."""
+
+    number: int
+    session: str
+    req_id: str
+    layers: range
+    main: tuple[tuple[int, int], ...]
+    indexer: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """End of a request here. `failed_blocks`: what must not be attended to, empty when all went well."""
+
+    req_id: str
+    reason: str
+    failed_blocks: tuple[int, ...]
+
+
+class Phase(str, Enum):
+    """Of a request."""
+
+    WAITING = "waiting"
+    READING = "reading"
+    ENDING = "ending"
+
+
+@dataclass
+class Peer:
+    """A prefill session that introduced itself."""
+
+    hello: Hello
+    member: int
+    ratio: int
+    heard_at: float
+
+
+@dataclass(eq=False)
+class Pull:
+    """One transfer as decode sees it. `read_chunks`, `read_layers`: chunks read, layers of the next one."""
+
+    session: str
+    publish: Publish
+    heard_at: float
+    since: float
+    chunks: list[Chunk] = field(default_factory=list)
+    complete: bool = False
+    read_chunks: int = 0
+    read_layers: int = 0
+    reading: int | None = None
+    reading_to: tuple[int, int] = (0, 0)
+    finish_at: float | None = None
+    finished: bool = False
+    errors: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Session and number."""
+        return self.session, self.publish.transfer
+
+
+@dataclass(eq=False)
+class Pending:
+    """A request that has not ended here."""
+
+    order: Receive
+    deadline: float
+    overall_deadline: float
+    phase: Phase = Phase.WAITING
+    pulls: dict[int, Pull] = field(default_factory=dict)
+    attempts: int = 0
+    reason: str = ""
+
+
+class Consumer:
+    """Requests that one decode rank receives.
+
+    Args:
+        session: of this rank. digest: of model and layout. num_layers: layers of a chunk.
+        tp_size, tp_rank: of decode.
+        limits: deadlines and budgets.
+    """
+
+    def __init__(
+        self, session: str, digest: str, num_layers: int, tp_size: int, tp_rank: int, limits: Limits
+    ) -> None:
+        self.session = session
+        self.outbox: list[tuple[str, ToPrefill]] = []
+        self.orders: list[ReadOrder] = []
+        self.to_cancel: list[int] = []
+        self.lost_peers: list[str] = []
+        self._digest, self._num_layers = digest, num_layers
+        self._tp_size, self._tp_rank = tp_size, tp_rank
+        self._limits = limits
+        self._peers: dict[str, Peer] = {}
+        self._requests: dict[str, Pending] = {}  # by request id of this engine
+        self._named: dict[str, str] = {}  # external id -> request id
+        self._early: dict[tuple[str, int], Pull] = {}  # transfers that no request has taken
+        self._held: dict[tuple[str, int], str] = {}  # transfers that requests have taken
+        self._gone: OrderedDict[tuple[str, int], str] = OrderedDict()  # given up, and why
+        self._reads: dict[int, tuple[str, Pull]] = {}
+        self._outcomes: list[Outcome] = []
+        self._next_read = 1
+        self._beat_at = float("-inf")
+
+    @property
+    def live(self) -> dict[str, Phase]:
+        """Requests that have not ended, and how far they are."""
+        return {req_id: pending.phase for req_id, pending in self._requests.items()}
+
+    @property
+    def peers(self) -> dict[str, Peer]:
+        """Known prefill sessions."""
+        return self._peers
+
+    # ------------------------------------------------------------------------------- what the engine does
+
+    def expect(self, now: float, order: Receive) -> None:
+        """A request's blocks are allocated. Its external id may have been used by an earlier one."""
+        older = self._named.get(order.request)
+        if older is not None:
+            self.cancel(older, "replaced by another request of the same id")
+        limits = self._limits
+        pending = Pending(order, now + limits.offer_s, now + limits.request_s)
+        self._requests[order.req_id] = pending
+        self._named[order.request] = order.req_id
+        self._advance(now, pending)
+
+    def prefill_returned(self, now: float, req_id: str, error: str = "") -> None:
+        """The rendezvous was answered: prefill is through, or will never come."""
+        pending = self._requests.get(req_id)
+        if pending is None or pending.phase is not Phase.WAITING:
+            return
+        if error:
+            self._fail(pending, error)
+        else:
+            pending.deadline = min(pending.deadline, now + self._limits.retry_s)
+
+    def cancel(self, req_id: str, reason: str = "aborted") -> None:
+        """The engine doesn't want the request any more. It is reported once its blocks are quiet."""
+        pending = self._requests.get(req_id)
+        if pending is not None:
+            self._fail(pending, reason)
+
+    def take_outcomes(self) -> list[Outcome]:
+        """Requests that ended since the last call, each named once."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    # ---------------------------------------------------------------------------------- what prefill says
+
+    def receive(self, now: float, message: ToDecode) -> None:
+        """A message of a prefill rank."""
+        if isinstance(message, Hello):
+            self._hello(now, message)
+            return
+        if message.session not in self._peers:
+            self._send(message.session, NeedHello(self.session, message.session))
+            return
+        self._peers[message.session].heard_at = now
+        if isinstance(message, Publish):
+            self._published(now, message)
+        elif isinstance(message, BeatAck):
+            for transfer in message.transfers:
+                pull = self._find(message.session, transfer)
+                if pull is not None:
+                    pull.heard_at = now
+        elif isinstance(message, Closed):
+            self._closed(now, message)
+        elif isinstance(message, Finished):
+            self._finished(now, message)
+
+    def _hello(self, now: float, hello: Hello) -> None:
+        reason = self._refusal(hello)
+        if reason:
+            self._send(hello.session, Refused(self.session, hello.session, reason))
+            return
+        for session, peer in list(self._peers.items()):
+            same = (peer.hello.engine_id, peer.hello.tp_rank) == (hello.engine_id, hello.tp_rank)
+            if same and session != hello.session:
+                self._forget(now, session)
+        ratio = hello.tp_size // self._tp_size
+        self._peers[hello.session] = Peer(hello, hello.tp_rank % ratio, ratio, now)
+        self._send(hello.session, HelloAck(self.session, hello.session))
+
+    def _refusal(self, hello: Hello) -> str:
+        if hello.digest != self._digest:
+            return (
+                "prefill and decode differ in model, cache dtype, block size or layers "
+                f"(digests {hello.digest[:12]} and {self._digest[:12]})"
+            )
+        if hello.tp_size < self._tp_size or hello.tp_size % self._tp_size:
+            return f"prefill has TP {hello.tp_size}, which is no multiple of decode's {self._tp_size}"
+        if hello.tp_rank // (hello.tp_size // self._tp_size) != self._tp_rank:
+            return f"prefill rank {hello.tp_rank} does not serve decode rank {self._tp_rank}"
+        return ""
+
+    def _forget(self, now: float, session: str) -> None:
+        """A prefill session is gone for good."""
+        for pull in [p for p in self._early.values() if p.session == session]:
+            self._give_up(pull, "prefill restarted")
+        for pending in list(self._requests.values()):
+            if any(pull.session == session for pull in pending.pulls.values()):
+                self._lose(now, pending, "prefill restarted", self._limits.retry_s)
+        del self._peers[session]
+        self.lost_peers.append(session)
+
+    def _published(self, now: float, message: Publish) -> None:
+        key = (message.session, message.transfer)
+        if key in self._gone:
+            cancel = Cancel(self.session, message.session, message.transfer, self._gone[key])
+            self._send(message.session, cancel)
+            return
+        pull = self._find(*key)
+        if pull is None:
+            pull = self._early[key] = Pull(message.session, message, now, now)
+        pull.heard_at = now
+        if message.first <= len(pull.chunks):
+            for index, chunk in enumerate(message.chunks, message.first):
+                if index == len(pull.chunks):
+                    pull.chunks.append(chunk)
+                elif chunk.layers > pull.chunks[index].layers:
+                    pull.chunks[index] = chunk
+            pull.complete |= message.complete and message.first + len(message.chunks) == len(pull.chunks)
+        req_id = self._named.get(message.request)
+        if req_id is not None:
+            self._advance(now, self._requests[req_id])
+
+    def _closed(self, now: float, message: Closed) -> None:
+        pull = self._find(message.session, message.transfer)
+        if pull is None or pull.finished:
+            return
+        pending = self._holder(pull)
+        if pending is None:
+            self._give_up(pull, message.reason)
+        else:
+            # A request that prefill preempted comes again, after others: only the request's deadline counts.
+            wait_s = self._limits.offer_s if message.retry else 0.0
+            self._lose(now, pending, f"prefill gave up: {message.reason}", wait_s)
+
+    def _finished(self, now: float, message: Finished) -> None:
+        pull = self._find(message.session, message.transfer)
+        if pull is not None and pull.finish_at is not None:
+            pull.finished, pull.heard_at = True, now
+            pending = self._holder(pull)
+            if pending is not None:
+                self._advance(now, pending)
+
+    # ------------------------------------------------------------------------------------ reads and states
+
+    def read_done(self, now: float, number: int, error: str = "") -> None:
+        """A read is over, its memory quiet. Every order gets exactly one such call."""
+        req_id, pull = self._reads.pop(number)
+        pull.reading = None
+        pending = self._requests[req_id]
+        if pending.phase is Phase.READING and pull in pending.pulls.values():
+            if error:
+                pull.errors += 1
+                if pull.errors > self._limits.read_retries:
+                    self._lose(now, pending, f"reading failed: {error}", 0.0)
+            else:
+                pull.read_chunks, pull.read_layers = pull.reading_to
+        self._advance(now, pending)
+
+    def _adopt(self, pending: Pending) -> None:
+        """Gives a waiting request the transfers that are for it, unless reads of older ones are going on."""
+        if pending.phase is not Phase.WAITING or self._busy(pending):
+            return
+        for pull in list(self._early.values()):
+            peer = self._peers[pull.session]
+            if pull.publish.request != pending.order.request:
+                continue
+            others = [self._peers[other.session].hello.engine_id for other in pending.pulls.values()]
+            if any(engine != peer.hello.engine_id for engine in others) or peer.member in pending.pulls:
+                continue  # of another attempt: its turn comes when this one is lost
+            reason = self._unfit(pull, pending.order)
+            if reason:
+                self._give_up(pull, reason)
+                continue
+            self._held[pull.key] = pending.order.req_id
+            del self._early[pull.key]
+            pending.pulls[peer.member] = pull
+        if pending.pulls and len(pending.pulls) == self._ratio(pending):
+            pending.phase, pending.reason = Phase.READING, ""
+            pending.attempts += 1
+
+    def _ratio(self, pending: Pending) -> int:
+        return next(self._peers[pull.session].ratio for pull in pending.pulls.values())
+
+    def _unfit(self, pull: Pull, order: Receive) -> str:
+        if pull.publish.prompt != order.prompt:
+            return "another prompt"
+        if pull.publish.num_blocks != len(order.blocks):
+            return f"{pull.publish.num_blocks} blocks published, {len(order.blocks)} expected"
+        return ""
+
+    def _busy(self, pending: Pending) -> bool:
+        return any(req_id == pending.order.req_id for req_id, _ in self._reads.values())
+
+    def _advance(self, now: float, pending: Pending) -> None:
+        """Starts the next reads of a request, or ends it."""
+        if pending.phase is Phase.ENDING:
+            if not self._busy(pending):
+                self._end(pending)
+            return
+        if pending.phase is Phase.WAITING:
+            self._adopt(pending)
+        if pending.phase is not Phase.READING:
+            return
+        for pull in pending.pulls.values():
+            if pull.reading is None and not pull.finished:
+                self._next_order(now, pending, pull)
+            if pending.phase is not Phase.READING:
+                return
+        if all(pull.finished for pull in pending.pulls.values()):
+            pending.phase = Phase.ENDING
+            self._end(pending)
+
+    def _next_order(self, now: float, pending: Pending, pull: Pull) -> None:
+        """Orders what has been published and not read, of one chunk; or asks to finish."""
+        while pull.read_chunks < len(pull.chunks):
+            chunk = pull.chunks[pull.read_chunks]
+            if pull.read_layers >= min(chunk.layers, self._num_layers):
+                break
+            pairs = self._pairs(pending.order, pull, chunk)
+            if pairs is None:
+                self._lose(now, pending, f"prefill published blocks that can't be: {chunk.start}", 0.0)
+                return
+            layers = range(pull.read_layers, min(chunk.layers, self._num_layers))
+            if self._order(pending, pull, layers, pairs):
+                return
+        if pull.complete and pull.read_chunks == len(pull.chunks) and pull.finish_at is None:
+            if not self._covers(pending.order, pull):
+                self._lose(now, pending, "prefill published too few blocks", 0.0)
+                return
+            self._say_finish(now, pull)
+
+    def _order(
+        self, pending: Pending, pull: Pull, layers: range, pairs: Sequence[tuple[int, int, int]]
+    ) -> bool:
+        """Orders a read; False when this rank has nothing to read of these layers, which counts as read."""
+        done = layers.stop == self._num_layers
+        pull.reading_to = (pull.read_chunks + done, 0 if done else layers.stop)
+        main, indexer = self._shares(self._peers[pull.session], pairs)
+        if not main and not indexer:
+            pull.read_chunks, pull.read_layers = pull.reading_to
+            return False
+        number = self._next_read
+        self._next_read += 1
+        pull.reading = number
+        self._reads[number] = (pending.order.req_id, pull)
+        self.orders.append(ReadOrder(number, pull.session, pending.order.req_id, layers, main, indexer))
+        return True
+
+    def _pairs(self, order: Receive, pull: Pull, chunk: Chunk) -> list[tuple[int, int, int]] | None:
+        """(block number in the request, block here, block on prefill); None if the chunk doesn't fit."""
+        there = self._peers[pull.session].hello.num_blocks
+        if chunk.start < 0 or chunk.start + len(chunk.blocks) > len(order.blocks):
+            return None
+        if not all(0 <= block < there for block in chunk.blocks):
+            return None
+        numbered = enumerate(chunk.blocks, chunk.start)
+        return [
+            (number, order.blocks[number], theirs) for number, theirs in numbered if number >= order.first
+        ]
+
+    def _covers(self, order: Receive, pull: Pull) -> bool:
+        """Whether the chunks have every wanted block."""
+        have = {n for chunk in pull.chunks for n in range(chunk.start, chunk.start + len(chunk.blocks))}
+        return have >= set(range(order.first, len(order.blocks)))
+
+    def _shares(
+        self, peer: Peer, pairs: Sequence[tuple[int, int, int]]
+    ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+        """Main blocks are divided among decode's ranks, which share a host pool, and come from member 0.
+        Indexer blocks are wanted by every decode rank, and divided among its contributors."""
+        main: list[tuple[int, int]] = []
+        if peer.member == 0:
+            main = [(a, b) for n, a, b in pairs if owner(n, self._tp_size) == self._tp_rank]
+        indexer = [(a, b) for n, a, b in pairs if owner(n, peer.ratio) == peer.member]
+        return tuple(main), tuple(indexer)
+
+    # -------------------------------------------------------------------------------------------- failures
+
+    def _lose(self, now: float, pending: Pending, reason: str, wait_s: float) -> None:
+        """The current attempt is over. The request waits so long for another one, if it has any left."""
+        self._drop_pulls(pending, reason)
+        if wait_s and pending.attempts <= self._limits.retries and pending.phase is not Phase.ENDING:
+            pending.phase, pending.reason = Phase.WAITING, reason
+            pending.deadline = now + wait_s
+        else:
+            self._fail(pending, reason)
+
+    def _fail(self, pending: Pending, reason: str) -> None:
+        if pending.phase is not Phase.ENDING:
+            pending.phase, pending.reason = Phase.ENDING, reason
+        self._drop_pulls(pending, reason)
+        if not self._busy(pending):
+            self._end(pending)
+
+    def _end(self, pending: Pending) -> None:
+        order = pending.order
+        if self._requests.get(order.req_id) is not pending:
+            return
+        if pending.reason:
+            failed = order.wanted
+        else:
+            failed = ()
+            self._drop_pulls(pending, "finished")
+        del self._requests[order.req_id]
+        if self._named.get(order.request) == order.req_id:
+            del self._named[order.request]
+        self._outcomes.append(Outcome(order.req_id, pending.reason, failed))
+
+    def _drop_pulls(self, pending: Pending, reason: str) -> None:
+        for pull in pending.pulls.values():
+            self._give_up(pull, reason)
+        pending.pulls.clear()
+
+    def _give_up(self, pull: Pull, reason: str) -> None:
+        """Nothing more is read of a transfer, and prefill is told."""
+        self._early.pop(pull.key, None)
+        self._held.pop(pull.key, None)
+        self._gone[pull.key] = reason
+        while len(self._gone) > GONE_KEPT:
+            self._gone.popitem(last=False)
+        if pull.reading is not None:
+            self.to_cancel.append(pull.reading)
+        if not pull.finished:
+            self._send(pull.session, Cancel(self.session, pull.session, pull.publish.transfer, reason))
+
+    # ------------------------------------------------------------------------------------------- the clock
+
+    def tick(self, now: float) -> None:
+        """Heartbeats, repeats of `Finish`, and deadlines."""
+        limits = self._limits
+        for pending in list(self._requests.values()):
+            self._tick_request(now, pending)
+        for pull in [p for p in self._early.values() if now - p.since >= limits.early_s]:
+            self._give_up(pull, "no such request here")
+        self._forget_silent(now)
+        if now - self._beat_at >= limits.beat_s:
+            self._beat_at = now
+            self._beat()
+
+    def _forget_silent(self, now: float) -> None:
+        used = {pull.session for _, pull in self._reads.values()}
+        used |= {session for session, _ in [*self._early, *self._held]}
+        after_s = PEER_IDLE_LEASES * self._limits.lease_s
+        for session, peer in list(self._peers.items()):
+            if session not in used and now - peer.heard_at >= after_s:
+                self._forget(now, session)
+
+    def _tick_request(self, now: float, pending: Pending) -> None:
+        limits = self._limits
+        if pending.phase is Phase.ENDING:
+            return
+        if now >= pending.overall_deadline:
+            self._fail(pending, f"not received after {limits.request_s:g} s")
+        elif pending.phase is Phase.WAITING and now >= pending.deadline:
+            self._fail(pending, pending.reason or "prefill did not offer it in time")
+        else:
+            silent = [p for p in pending.pulls.values() if now - p.heard_at >= limits.lease_s]
+            if any(not pull.finished for pull in silent):
+                self._lose(now, pending, "prefill does not answer", limits.retry_s)
+                self._advance(now, pending)
+            for pull in pending.pulls.values():
+                late = pull.finish_at is not None and now - pull.finish_at >= limits.beat_s
+                if late and not pull.finished:
+                    self._say_finish(now, pull)
+
+    def _beat(self) -> None:
+        entries: dict[str, list[tuple[int, int, int]]] = {}
+        pulls = [pull for pending in self._requests.values() for pull in pending.pulls.values()]
+        for pull in [*pulls, *self._early.values()]:
+            if not pull.finished:
+                entries.setdefault(pull.session, []).append((pull.publish.transfer, *self._known(pull)))
+        for session, lines in entries.items():
+            self._send(session, Beat(self.session, session, tuple(lines)))
+
+    def _known(self, pull: Pull) -> tuple[int, int]:
+        """Chunks known up to the first whose layers are not all known, and the layers of that one."""
+        for index, chunk in enumerate(pull.chunks):
+            if chunk.layers < self._num_layers:
+                return index + 1, chunk.layers
+        return len(pull.chunks), self._num_layers if pull.chunks else 0
+
+    # ------------------------------------------------------------------------------------------------ parts
+
+    def _find(self, session: str, transfer: int) -> Pull | None:
+        key = (session, transfer)
+        if key in self._held:
+            pulls = self._requests[self._held[key]].pulls.values()
+            return next(pull for pull in pulls if pull.key == key)
+        return self._early.get(key)
+
+    def _holder(self, pull: Pull) -> Pending | None:
+        req_id = self._held.get(pull.key)
+        return None if req_id is None else self._requests[req_id]
+
+    def _say_finish(self, now: float, pull: Pull) -> None:
+        pull.finish_at = now
+        self._send(pull.session, Finish(self.session, pull.session, pull.publish.transfer))
+
+    def _send(self, session: str, message: ToPrefill) -> None:
+        self.outbox.append((session, message))

@@ -1,0 +1,299 @@
+"""Prefill's side of the protocol, for one rank: transfers, leases, and when blocks are free. Pure.
+
+Nothing here waits, sends or knows a clock: every call gets the time, in seconds, and what is to be sent is
+collected in `outbox`. A transfer is `open` from the step that first computes for its request until it is
+finished by decode, cancelled by decode, dropped by the engine (abort, preemption), or its lease ends. Then
+it is closed for good: whatever is said about it later gets `Closed` as an answer, except that a transfer
+which was finished stays so for a while, in case the answer got lost.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
+    Beat,
+    BeatAck,
+    Cancel,
+    Chunk,
+    Closed,
+    Finish,
+    Finished,
+    Hello,
+    HelloAck,
+    NeedHello,
+    Publish,
+    Refused,
+    ToDecode,
+    ToPrefill,
+)
+
+Endpoint = TypeVar("Endpoint")
+
+FINISHED_KEPT = 4096
+"""Finished transfers remembered, so that a repeated `Finish` gets the same answer."""
+
+HELLO_RETRY_S = 0.5
+REPEAT_S = 1.0
+"""Between repeats of a `Publish` that no heartbeat has answered yet."""
+
+
+@dataclass
+class Transfer(Generic[Endpoint]):
+    """One open transfer. `bound`: decode's session that it was told to; `heard`: decode knows of it."""
+
+    number: int
+    req_id: str
+    request: str
+    endpoint: Endpoint
+    prompt: bytes
+    num_blocks: int
+    lease_end: float
+    chunks: list[Chunk] = field(default_factory=list)
+    complete: bool = False
+    bound: str = ""
+    said_at: float = float("-inf")
+    heard: bool = False
+
+
+@dataclass
+class Link:
+    """What is known of the decode rank at an endpoint. `peer`: its session, "" while unknown."""
+
+    peer: str = ""
+    hello_at: float = float("-inf")
+    used_at: float = float("-inf")
+    refused: str = ""
+
+
+class Producer(Generic[Endpoint]):
+    """Transfers of one prefill rank.
+
+    Args:
+        hello: this rank's introduction; its `lease_s` is how long a transfer lives without a heartbeat.
+        num_layers: layers that are published of every chunk, in order.
+    """
+
+    def __init__(self, hello: Hello, num_layers: int) -> None:
+        self.hello = hello
+        self.outbox: list[tuple[Endpoint, ToDecode]] = []
+        self.expired = 0
+        self._num_layers = num_layers
+        self._transfers: dict[int, Transfer[Endpoint]] = {}
+        self._by_request: dict[str, int] = {}
+        self._finished: OrderedDict[int, None] = OrderedDict()
+        self._links: dict[Endpoint, Link] = {}
+        self._next = 1
+        self._owed: set[str] = set()  # requests whose blocks the engine will keep until they are reported
+        self._free: set[str] = set()  # of these, the ones that nobody needs any more
+
+    @property
+    def open_requests(self) -> set[str]:
+        """Requests with an open transfer."""
+        return set(self._by_request)
+
+    @property
+    def links(self) -> dict[Endpoint, Link]:
+        """Endpoints that were talked to."""
+        return self._links
+
+    # ------------------------------------------------------------------------------- what the engine does
+
+    def open(
+        self, now: float, req_id: str, request: str, endpoint: Endpoint, prompt: bytes, num_blocks: int
+    ) -> None:
+        """Begins a transfer; one that the request already has is dropped, since its blocks are others."""
+        self.drop(req_id, "preempted", retry=True)
+        lease_end = now + self.hello.lease_s
+        transfer = Transfer(self._next, req_id, request, endpoint, prompt, num_blocks, lease_end)
+        self._next += 1
+        self._transfers[transfer.number] = transfer
+        self._by_request[req_id] = transfer.number
+        self._publish(now, transfer, 0)
+
+    def begin_chunk(self, req_id: str, start: int, blocks: Iterable[int], final: bool) -> None:
+        """A step starts to compute these blocks. Unknown requests are ignored, as everywhere here."""
+        transfer = self._of(req_id)
+        chunk = Chunk(start, tuple(blocks), 0)
+        if transfer is not None and not transfer.complete and (chunk.blocks or final):
+            transfer.chunks.append(chunk)
+            transfer.complete = final
+
+    def publish(self, now: float, req_ids: Iterable[str], layers: int) -> None:
+        """The first `layers` layers of these requests' last chunk are computed."""
+        for req_id in req_ids:
+            transfer = self._of(req_id)
+            if transfer is None or not transfer.chunks or transfer.chunks[-1].layers >= layers:
+                continue
+            transfer.chunks[-1] = replace_layers(transfer.chunks[-1], min(layers, self._num_layers))
+            self._publish(now, transfer, len(transfer.chunks) - 1)
+
+    def drop(self, req_id: str, reason: str, retry: bool = False) -> None:
+        """The engine takes the request's blocks back now: aborted, or preempted and to be computed again."""
+        transfer = self._of(req_id)
+        if transfer is not None:
+            self._close(transfer, reason, retry)
+
+    def engine_finished(self, req_id: str) -> None:
+        """The engine is done with the request and keeps its blocks until `take_free` names it."""
+        self._owed.add(req_id)
+        if req_id not in self._by_request:
+            self._free.add(req_id)
+
+    def take_free(self) -> set[str]:
+        """Requests whose blocks the engine may free; each is named once."""
+        free, self._free = self._free, set()
+        self._owed -= free
+        return free
+
+    # ----------------------------------------------------------------------------------- what decode says
+
+    def receive(self, now: float, endpoint: Endpoint, message: ToPrefill) -> None:
+        """A message from the decode rank at an endpoint."""
+        link = self._links.setdefault(endpoint, Link())
+        link.used_at = now
+        if message.peer != self.hello.session:
+            return  # meant for this rank's predecessor
+        if isinstance(message, (HelloAck, Refused)):
+            self._answered(now, endpoint, link, message)
+        elif isinstance(message, NeedHello):
+            self._say_hello(now, endpoint, link, force=True)
+        elif message.session != link.peer:
+            self._say_hello(now, endpoint, link)  # it restarted, or its answer to Hello got lost
+        elif isinstance(message, Beat):
+            self._beat(now, endpoint, message)
+        elif isinstance(message, Finish):
+            self._finish(endpoint, message)
+        elif isinstance(message, Cancel):
+            transfer = self._at(endpoint, message.transfer)
+            if transfer is not None:
+                self._close(transfer, "cancelled", retry=False, tell=False)
+
+    def _answered(self, now: float, endpoint: Endpoint, link: Link, message: HelloAck | Refused) -> None:
+        link.peer = message.session
+        link.refused = message.reason if isinstance(message, Refused) else ""
+        for transfer in [t for t in self._transfers.values() if t.endpoint == endpoint]:
+            if link.refused:
+                self._close(transfer, link.refused, retry=False, tell=False)
+            elif transfer.bound not in ("", message.session):
+                self._close(transfer, "decode restarted", retry=False, tell=False)
+            else:
+                self._publish(now, transfer, 0)
+
+    def _beat(self, now: float, endpoint: Endpoint, message: Beat) -> None:
+        alive = []
+        for number, chunks, layers in message.entries:
+            transfer = self._at(endpoint, number)
+            if transfer is None:
+                if number not in self._finished:
+                    self._send(endpoint, Closed(self.hello.session, number, "unknown", False))
+                continue
+            transfer.lease_end = now + self.hello.lease_s
+            transfer.heard = True
+            alive.append(number)
+            known = (chunks, layers)
+            have = (len(transfer.chunks), transfer.chunks[-1].layers if transfer.chunks else 0)
+            if known != have or transfer.complete:
+                self._publish(now, transfer, max(0, min(chunks, len(transfer.chunks)) - 1))
+        self._send(endpoint, BeatAck(self.hello.session, tuple(alive)))
+
+    def _finish(self, endpoint: Endpoint, message: Finish) -> None:
+        transfer = self._at(endpoint, message.transfer)
+        session = self.hello.session
+        if transfer is not None and self._all_published(transfer):
+            self._finished[transfer.number] = None
+            while len(self._finished) > FINISHED_KEPT:
+                self._finished.popitem(last=False)
+            self._close(transfer, "finished", retry=False, tell=False)
+        if message.transfer in self._finished:
+            self._send(endpoint, Finished(session, message.transfer))
+        elif transfer is None:
+            self._send(endpoint, Closed(session, message.transfer, "expired", False))
+
+    def _all_published(self, transfer: Transfer[Endpoint]) -> bool:
+        layers = self._num_layers
+        return transfer.complete and all(chunk.layers == layers for chunk in transfer.chunks)
+
+    # -------------------------------------------------------------------------------------------- the clock
+
+    def tick(self, now: float) -> None:
+        """Ends leases, and introduces this rank where that is not done yet."""
+        for transfer in [t for t in self._transfers.values() if now >= t.lease_end]:
+            self.expired += 1
+            self._close(transfer, "lease expired", retry=False)
+        for endpoint in {t.endpoint for t in self._transfers.values()}:
+            link = self._links.setdefault(endpoint, Link())
+            if not link.peer:
+                self._say_hello(now, endpoint, link)
+        for transfer in [t for t in self._transfers.values() if not t.heard]:
+            if now - transfer.said_at >= REPEAT_S:
+                self._publish(now, transfer, 0)
+
+    def forget_idle(self, now: float, after_s: float) -> list[Endpoint]:
+        """Forgets endpoints that no transfer needs and that said nothing for so long; returns them."""
+        needed = {transfer.endpoint for transfer in self._transfers.values()}
+        links = self._links.items()
+        idle = [end for end, link in links if end not in needed and now - link.used_at >= after_s]
+        for endpoint in idle:
+            del self._links[endpoint]
+        return idle
+
+    # ------------------------------------------------------------------------------------------------ parts
+
+    def _of(self, req_id: str) -> Transfer[Endpoint] | None:
+        number = self._by_request.get(req_id)
+        return None if number is None else self._transfers[number]
+
+    def _at(self, endpoint: Endpoint, number: int) -> Transfer[Endpoint] | None:
+        transfer = self._transfers.get(number)
+        return transfer if transfer is not None and transfer.endpoint == endpoint else None
+
+    def _close(self, transfer: Transfer[Endpoint], reason: str, retry: bool, tell: bool = True) -> None:
+        del self._transfers[transfer.number]
+        del self._by_request[transfer.req_id]
+        if transfer.req_id in self._owed:
+            self._free.add(transfer.req_id)
+        if tell:
+            self._send(transfer.endpoint, Closed(self.hello.session, transfer.number, reason, retry))
+
+    def _publish(self, now: float, transfer: Transfer[Endpoint], first: int) -> None:
+        link = self._links.setdefault(transfer.endpoint, Link())
+        link.used_at = now
+        if not link.peer:
+            self._say_hello(now, transfer.endpoint, link)
+            return  # all of it is said once decode has answered
+        if link.refused:
+            self._close(transfer, link.refused, retry=False, tell=False)
+            return
+        transfer.bound = transfer.bound or link.peer
+        transfer.said_at = now
+        chunks = tuple(transfer.chunks[first:])
+        self._send(
+            transfer.endpoint,
+            Publish(
+                self.hello.session,
+                transfer.number,
+                transfer.request,
+                transfer.prompt,
+                transfer.num_blocks,
+                first,
+                chunks,
+                transfer.complete,
+            ),
+        )
+
+    def _say_hello(self, now: float, endpoint: Endpoint, link: Link, force: bool = False) -> None:
+        if force or now - link.hello_at >= HELLO_RETRY_S:
+            link.hello_at = now
+            self._send(endpoint, self.hello)
+
+    def _send(self, endpoint: Endpoint, message: ToDecode) -> None:
+        self.outbox.append((endpoint, message))
+
+
+def replace_layers(chunk: Chunk, layers: int) -> Chunk:
+    """The chunk with more layers."""
+    return Chunk(chunk.start, chunk.blocks, layers)
