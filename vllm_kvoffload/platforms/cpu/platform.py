@@ -21,6 +21,8 @@ from vllm_kvoffload.config import (
     parse_sparse_offload,
     validate_sparse_offload,
 )
+from vllm_kvoffload.connectors.sfa_remote_d2h.config import CONNECTOR, parse_remote_d2h
+from vllm_kvoffload.connectors.sfa_remote_d2h.ports import check_ports
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.platforms.refusal import refuse
 from vllm_kvoffload.sparse.capacity import CapacityInputs, CapacityPlan, plan_capacity
@@ -113,6 +115,7 @@ def check_offload(vllm_config: VllmConfig, index_topk: int | None) -> None:
     try:
         config = offload_options(vllm_config)
         validate_sparse_offload(config, engine_facts(vllm_config, index_topk))
+        check_connector(vllm_config, index_topk, config)
         if config.enabled:
             check_not_available_yet(vllm_config)
         device_bytes = vllm_config.cache_config.kv_cache_memory_bytes
@@ -150,10 +153,37 @@ def check_not_available_yet(vllm_config: VllmConfig) -> None:
         rule = f"with the offload, drafts come from {' or '.join(DRAFT_METHODS)}"
         fix = 'use {"method": "mtp", ...}, or leave --speculative-config out'
         raise ConfigError("speculative_config.method", speculative.method, rule, fix)
-    if vllm_config.kv_transfer_config is not None:
-        rule = "KV transfer is not available with the offload yet"
-        connector = vllm_config.kv_transfer_config.kv_connector
-        raise ConfigError("kv_transfer_config", connector, rule, "leave --kv-transfer-config out")
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector != CONNECTOR:
+        rule = f"with the offload, KV comes by {CONNECTOR} only"
+        fix = f"name {CONNECTOR}, or leave --kv-transfer-config out"
+        raise ConfigError("kv_transfer_config.kv_connector", transfer.kv_connector, rule, fix)
+
+
+def check_connector(vllm_config: VllmConfig, index_topk: int | None, config: SparseOffloadConfig) -> None:
+    """Refuses a configuration of our connector that can't work.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != CONNECTOR:
+        return
+    extra = transfer.kv_connector_extra_config
+    options = parse_remote_d2h(transfer.kv_role, transfer.kv_port, extra, "cpu")
+    if index_topk is None:
+        rule = "the model has no sparse attention indexer"
+        raise ConfigError("kv_transfer_config.kv_connector", CONNECTOR, rule, "serve a DSA model")
+    if options.producer:
+        return
+    parallel = vllm_config.parallel_config
+    check_ports(options.kv_port, parallel.data_parallel_size, parallel.tensor_parallel_size)
+    if not config.enabled:
+        rule = f"{CONNECTOR} pulls into the host pool of the sparse decode offload"
+        raise ConfigError(f"{SECTION}.enabled", False, rule, "set it to true on the decode engine")
+    if config.keep_device_kv_cache:
+        rule = f"{CONNECTOR} does not fill the device KV cache"
+        raise ConfigError(f"{SECTION}.keep_device_kv_cache", True, rule, "set it to false")
 
 
 def check_trace_path(config: SparseOffloadConfig) -> None:
@@ -227,7 +257,7 @@ def capacity_of(vllm_config: VllmConfig, config: SparseOffloadConfig, device_byt
             max_model_len=vllm_config.model_config.max_model_len,
             topk_buffer_size=config.topk_buffer_size,
             ways=config.ways,
-            prefill_buffers=prefill_buffers(vllm_config, config),
+            prefill_buffers=prefill_buffers(config),
             keep_device=config.keep_device_kv_cache,
             delivery=config.delivery,
             published_plan=config.plans_as_published,
@@ -240,7 +270,9 @@ def capacity_of(vllm_config: VllmConfig, config: SparseOffloadConfig, device_byt
     return plan
 
 
-def prefill_buffers(vllm_config: VllmConfig, config: SparseOffloadConfig) -> int:
-    """Buffers that prefill streams through: none where the KV comes by transfer, or stays on the device."""
-    aggregated = vllm_config.kv_transfer_config is None
-    return config.prefill_buffers if aggregated and not config.keep_device_kv_cache else 0
+def prefill_buffers(config: SparseOffloadConfig) -> int:
+    """Buffers that prefill streams through: none where the KV stays on the device.
+
+    A decode engine has them too: it computes what was preempted, or could not be transferred.
+    """
+    return 0 if config.keep_device_kv_cache else config.prefill_buffers

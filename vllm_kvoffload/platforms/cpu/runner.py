@@ -101,6 +101,10 @@ class KVOffloadCPUModelRunner(CPUModelRunner):
             manager.release(scheduler_output.preempted_req_ids or ())
             if scheduler_output.kv_cache_block_copies:
                 manager.store.join()
+            if getattr(scheduler_output.kv_connector_metadata, "receives", None):
+                # Their blocks are filled from outside now: no rank may still write for a former owner.
+                manager.store.join()
+                manager.store.await_ranks()
         return super()._update_states(scheduler_output)
 
     def _build_attention_metadata(self, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any) -> Any:
