@@ -519,7 +519,7 @@ class Consumer:
         if pending.phase is Phase.ENDING:
             return
         if now >= pending.overall_deadline:
-            self._fail(pending, f"not received after {limits.request_s:g} s")
+            self._fail(pending, f"not received after {limits.request_s:g} s ({describe(pending)})")
         elif pending.phase is Phase.WAITING and now >= pending.deadline:
             self._fail(pending, pending.reason or "prefill did not offer it in time")
         else:
@@ -567,3 +567,14 @@ class Consumer:
 
     def _send(self, session: str, message: ToPrefill) -> None:
         self.outbox.append((session, message))
+
+
+def describe(pending: Pending) -> str:
+    """How far a request is, for messages."""
+    pulls = [
+        f"transfer {pull.publish.transfer}: {pull.read_chunks} of {len(pull.chunks)} chunks and "
+        f"{pull.read_layers} layers read, {'all' if pull.complete else 'not all'} published, "
+        f"{'reading' if pull.reading is not None else 'not reading'}"
+        for pull in pending.pulls.values()
+    ]
+    return "; ".join([f"{pending.phase.value}, attempt {pending.attempts}", *pulls])

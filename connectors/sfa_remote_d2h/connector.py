@@ -1,0 +1,210 @@
+"""What vLLM calls: one object in the scheduler, one in every worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.platforms import current_platform
+from vllm.utils.network_utils import get_ip
+
+from vllm_kvoffload.connectors.sfa_remote_d2h.config import RemoteD2HConfig, parse_remote_d2h
+from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout, layer_index
+from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import DecodeMetadata, PrefillMetadata
+from vllm_kvoffload.connectors.sfa_remote_d2h.ports import check_ports, control_port
+from vllm_kvoffload.connectors.sfa_remote_d2h.scheduler import DecodeScheduler, PrefillScheduler
+from vllm_kvoffload.connectors.sfa_remote_d2h.worker_d import DecodeWorker, Results
+from vllm_kvoffload.connectors.sfa_remote_d2h.worker_p import PrefillWorker
+from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.transfer import make_engine
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = get_logger(__name__)
+
+
+def connector_config(vllm_config: VllmConfig) -> RemoteD2HConfig:
+    """This engine's options. Raises ConfigError."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    device = "cpu" if current_platform.is_cpu() else "npu"
+    config = parse_remote_d2h(transfer.kv_role, transfer.kv_port, transfer.kv_connector_extra_config, device)
+    parallel = vllm_config.parallel_config
+    if not config.producer:
+        check_ports(config.kv_port, parallel.data_parallel_size, parallel.tensor_parallel_size)
+    return config
+
+
+class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
+    """Decode pulls KV from prefill: main KV into its host pool, indexer KV into its device caches."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._config = connector_config(vllm_config)
+        if kv_cache_config is None or len(kv_cache_config.kv_cache_groups) != 1:
+            raise ValueError("SfaRemoteD2HConnector needs a model whose KV caches share one block table")
+        self._num_blocks = kv_cache_config.num_blocks
+        self._block_size = vllm_config.cache_config.block_size
+        self._prefill: PrefillScheduler | None = None
+        self._decode: DecodeScheduler | None = None
+        self._producer: PrefillWorker | None = None
+        self._consumer: DecodeWorker | None = None
+        self._results = Results()
+        if role is KVConnectorRole.SCHEDULER:
+            self._make_scheduler(vllm_config)
+
+    def _make_scheduler(self, vllm_config: VllmConfig) -> None:
+        parallel = vllm_config.parallel_config
+        if self._config.producer:
+            self._prefill = PrefillScheduler(self._block_size, parallel.tensor_parallel_size)
+            return
+        tp_size = parallel.tensor_parallel_size
+        address = {
+            "remote_engine_id": self._kv_transfer_config.engine_id,
+            "remote_host": get_ip(),
+            "remote_port": control_port(self._config.kv_port, parallel.data_parallel_index, tp_size, 0),
+            "remote_tp_size": tp_size,
+            "remote_pcp_size": 1,
+            "remote_dcp_size": 1,
+        }
+        self._decode = DecodeScheduler(self._config, self._block_size, address)
+
+    # ---------------------------------------------------------------------------------------- worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        vllm_config, config = self._vllm_config, self._config
+        layout = Layout.of(kv_caches, self._num_blocks)
+        model = vllm_config.model_config
+        digest = layout.digest(model.hf_text_config, model.dtype, self._block_size)
+        tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        role = "prefill" if config.producer else "decode"
+        engine = make_engine(config.transfer_backend, role=role, host=get_ip(), device_id=tp_rank)  # type: ignore[arg-type]
+        if config.producer:
+            self._producer = PrefillWorker(
+                engine,
+                layout,
+                digest,
+                engine_id=str(self._kv_transfer_config.engine_id),
+                tp_size=tp_size,
+                tp_rank=tp_rank,
+                limits=config.limits,
+            )
+            self._producer.start()
+            logger.info("Prefill rank %d: %d layers can be pulled", tp_rank, len(layout.layers))
+            return
+        dp_rank = vllm_config.parallel_config.data_parallel_index
+        port = control_port(config.kv_port, dp_rank, tp_size, tp_rank)
+        self._consumer = DecodeWorker(
+            engine,
+            layout,
+            digest,
+            host=get_ip(),
+            port=port,
+            tp_size=tp_size,
+            tp_rank=tp_rank,
+            limits=config.limits,
+        )
+        self._consumer.start()
+        logger.info("Decode rank %d: control port %d, %d layers", tp_rank, port, len(layout.layers))
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._producer is not None and isinstance(kv_connector_metadata, PrefillMetadata):
+            self._producer.drop(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        # Not in start_load_kv: that comes after the forward pass, and prefill may be quicker than it.
+        if self._producer is not None and isinstance(connector_metadata, PrefillMetadata):
+            self._producer.begin_step(connector_metadata)
+        if self._consumer is not None and isinstance(connector_metadata, DecodeMetadata):
+            self._consumer.begin_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Loads have begun when the step's metadata came."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """A request runs only when all of its KV is here."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        if self._producer is not None:
+            self._producer.layer_done(layer_index(layer_name))
+
+    def wait_for_save(self) -> None:
+        if self._producer is not None:
+            self._producer.end_step()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._producer is not None:
+            return self._producer.take_free(), None
+        if self._consumer is not None:
+            self._results = self._consumer.finish_step(finished_req_ids)
+            return None, self._results.done
+        return None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._results.failed_blocks = self._results.failed_blocks, set()
+        return failed
+
+    def shutdown(self) -> None:
+        for part in (self._producer, self._consumer):
+            if part is not None:
+                part.stop()
+        if self._decode is not None:
+            self._decode.close()
+
+    # ------------------------------------------------------------------------------------- scheduler side
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._decode is None:
+            return 0, False
+        return self._decode.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if self._decode is not None:
+            self._decode.allocated(request, blocks, num_external_tokens)
+        if self._prefill is not None:
+            self._prefill.allocated(request)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self._prefill is not None:
+            return self._prefill.metadata(scheduler_output)
+        assert self._decode is not None
+        return self._decode.metadata()
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if self._prefill is not None:
+            return self._prefill.finished(request.request_id), None
+        if self._decode is not None:
+            self._decode.finished(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return bool(extra_config.get("use_layerwise", True))

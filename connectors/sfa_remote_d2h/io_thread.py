@@ -1,0 +1,105 @@
+"""A thread that owns sockets and a state machine's clock; everybody else only wakes it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+
+import zmq
+
+from vllm_kvoffload.log import get_logger
+
+logger = get_logger(__name__)
+
+TICK_S = 0.1
+STOP_S = 5.0
+
+
+class IOThread(ABC):
+    """Subclasses implement `_round`, and guard what they share with `lock`."""
+
+    def __init__(self, name: str) -> None:
+        self.lock = threading.Lock()
+        self._context = zmq.Context()
+        self._context.setsockopt(zmq.LINGER, 0)
+        self._context.setsockopt(zmq.IPV6, 1)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begins to serve."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Makes the thread look at once."""
+        if not self._stop:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def stop(self) -> None:
+        """Ends the thread and closes its sockets. Idempotent."""
+        if self._stop:
+            return
+        self.wake()
+        self._stop = True
+        if self._thread.ident is not None:
+            self._thread.join(STOP_S)
+            if self._thread.is_alive():
+                logger.error("%s did not end within %g s", self._thread.name, STOP_S)
+                return
+        self._close()
+        self._context.destroy(linger=0)
+        os.close(self._wake_fd)
+
+    def _run(self) -> None:
+        while not self._stop:
+            try:
+                self._serve()
+            except Exception:
+                if not self._stop:
+                    logger.exception("%s: going on after an error", self._thread.name)
+                    time.sleep(TICK_S)
+
+    def _serve(self) -> None:
+        ready = dict(self._poller.poll(int(self._timeout_s() * 1000)))
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
+        self._round({item for item in ready if isinstance(item, zmq.Socket)}, time.monotonic())
+
+    def _timeout_s(self) -> float:
+        return TICK_S
+
+    @abstractmethod
+    def _round(self, ready: set[zmq.Socket[bytes]], now: float) -> None:
+        """Something arrived, somebody woke the thread, or time passed."""
+
+    def _close(self) -> None:  # noqa: B027  # most have nothing else to close
+        """Lets go of what the subclass opened; the thread has ended."""
+
+
+def send(socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
+    """Never blocks. What can't be sent is lost, which the protocol allows for."""
+    try:
+        socket.send_multipart(frames, flags=zmq.NOBLOCK)
+    except zmq.ZMQError as error:
+        logger.debug("message lost: %s", error)
+
+
+def receive_all(socket: zmq.Socket[bytes], limit: int = 1000) -> list[list[bytes]]:
+    """What has arrived, at most `limit` messages."""
+    messages: list[list[bytes]] = []
+    while len(messages) < limit:
+        try:
+            messages.append(socket.recv_multipart(flags=zmq.NOBLOCK))
+        except zmq.Again:
+            break
+    return messages
+
+
+def tcp(host: str, port: int) -> str:
+    """A ZeroMQ address."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -1,0 +1,82 @@
+"""Where each layer's KV lies in this process, as the wire and the transfer engine describe it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_kvoffload.connectors.sfa_remote_d2h.wire import LayerLayout
+from vllm_kvoffload.transfer import Region
+
+_LAYER = re.compile(r"\blayers\.(\d+)\b")
+_MODEL_KEYS = (
+    "model_type", "num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "kv_lora_rank",
+    "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_topk", "index_head_dim",
+    "index_n_heads", "rope_theta", "rope_scaling", "rope_parameters",
+)  # fmt: skip
+
+
+def layer_index(name: str) -> int:
+    """Layer number in a cache's name. Raises ValueError."""
+    match = _LAYER.search(name)
+    if match is None:
+        raise ValueError(f"no layer number in {name!r}")
+    return int(match[1])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """KV of this process: layers in the order in which they are computed, and the memory they lie in."""
+
+    layers: tuple[LayerLayout, ...]
+    regions: tuple[Region, ...]
+    num_blocks: int
+
+    @classmethod
+    def of(cls, caches: Mapping[str, torch.Tensor | tuple[torch.Tensor, ...]], num_blocks: int) -> Layout:
+        """From what vLLM registers: for each cache's name a tensor, or several, [blocks, ...].
+
+        Raises ValueError: a block is not one piece of memory, or there are other numbers of blocks.
+        """
+        main: dict[int, list[tuple[int, int, int]]] = {}
+        indexer: dict[int, list[tuple[int, int, int]]] = {}
+        regions: dict[int, Region] = {}
+        for name, cache in caches.items():
+            kind = indexer if "indexer" in name.lower() else main
+            for tensor in [cache] if isinstance(cache, torch.Tensor) else cache:
+                kind.setdefault(layer_index(name), []).append(_component(name, tensor, num_blocks))
+                storage = tensor.untyped_storage()
+                device = "host" if tensor.device.type == "cpu" else tensor.device.type
+                regions[storage.data_ptr()] = Region(storage.data_ptr(), storage.nbytes(), device)
+        layers = [LayerLayout(n, tuple(main[n]), tuple(indexer.get(n, ()))) for n in sorted(main)]
+        if not layers:
+            raise ValueError("there is no KV cache")
+        return cls(tuple(layers), tuple(regions.values()), num_blocks)
+
+    def digest(self, model: Any, dtype: object, block_size: int) -> str:
+        """Hex digest of all that both sides must agree on. model: the HF text config."""
+        facts = [
+            {key: getattr(model, key, None) for key in _MODEL_KEYS},
+            str(dtype),
+            block_size,
+            [(layer.index, *layer.sizes) for layer in self.layers],
+        ]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _component(name: str, tensor: torch.Tensor, num_blocks: int) -> tuple[int, int, int]:
+    if tensor.shape[0] % num_blocks or not tensor[0].is_contiguous():
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        raise ValueError(f"{name}: blocks of shape {shape}, strides {strides} can't be pulled one by one")
+    if tensor.shape[0] != num_blocks:  # kernel blocks, several of which make one of the scheduler's
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: kernel blocks that are not contiguous")
+        tensor = tensor.view(num_blocks, -1)
+    item = tensor.element_size()
+    return tensor.data_ptr(), tensor.stride(0) * item, tensor[0].numel() * item

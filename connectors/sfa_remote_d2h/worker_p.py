@@ -1,0 +1,164 @@
+"""Prefill's worker half: tells decode ranks what may be read, and when blocks are free again."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+import zmq
+
+from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
+from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import IOThread, receive_all, send, tcp
+from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
+from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import PrefillMetadata
+from vllm_kvoffload.connectors.sfa_remote_d2h.ports import tp_ratio
+from vllm_kvoffload.connectors.sfa_remote_d2h.producer import Producer
+from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
+    Hello,
+    WireError,
+    decode_to_prefill,
+    encode,
+)
+from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.transfer import TransferEngine
+
+logger = get_logger(__name__)
+
+IDLE_S = 60.0
+"""A connection without transfers is closed after so long."""
+
+Endpoint = tuple[str, int]
+
+
+class PrefillWorker(IOThread):
+    """One rank. The compute thread calls the methods; sockets belong to the thread.
+
+    Args:
+        engine: with nothing registered yet; it is closed at the end.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        layout: Layout,
+        digest: str,
+        *,
+        engine_id: str,
+        tp_size: int,
+        tp_rank: int,
+        limits: Limits,
+    ) -> None:
+        super().__init__("kvoffload-prefill-io")
+        self._engine, self._layout = engine, layout
+        self._tp_size, self._tp_rank = tp_size, tp_rank
+        engine.register(layout.regions)
+        hello = Hello(
+            session=uuid.uuid4().hex,
+            engine_id=engine_id,
+            tp_size=tp_size,
+            tp_rank=tp_rank,
+            digest=digest,
+            num_blocks=layout.num_blocks,
+            layers=layout.layers,
+            metadata=engine.local_metadata(),
+            lease_s=limits.lease_s,
+        )
+        self.producer: Producer[Endpoint] = Producer(hello, len(layout.layers))
+        self._position = {layer.index: number for number, layer in enumerate(layout.layers)}
+        self._step: list[str] = []
+        self._sockets: dict[Endpoint, zmq.Socket[bytes]] = {}
+        self._endpoints: dict[zmq.Socket[bytes], Endpoint] = {}
+
+    def drop(self, metadata: PrefillMetadata) -> None:
+        """Before anything may overwrite their blocks."""
+        with self.lock:
+            for req_id, retry in metadata.dropped:
+                self.producer.drop(req_id, "preempted" if retry else "aborted", retry)
+            self._step = []
+        self.wake()
+
+    def begin_step(self, metadata: PrefillMetadata) -> None:
+        """A step's blocks will be computed now."""
+        now = time.monotonic()
+        with self.lock:
+            for req_id in metadata.held:
+                self.producer.engine_finished(req_id)
+            for step in metadata.steps:
+                if step.opens:
+                    rank = self._tp_rank // tp_ratio(self._tp_size, step.target.tp_size)
+                    endpoint = (step.target.host, step.target.port + rank)
+                    self.producer.open(now, step.req_id, step.request, endpoint, step.prompt, step.num_blocks)
+                self.producer.begin_chunk(step.req_id, step.start, step.blocks, step.final)
+            self._step = [step.req_id for step in metadata.steps]
+        self.wake()
+
+    def layer_done(self, layer: int) -> None:
+        """A layer's KV, its indexer's too, is written."""
+        position = self._position.get(layer)
+        if position is not None and self._step:
+            self._publish(position + 1)
+
+    def end_step(self) -> None:
+        """Every layer is written."""
+        if self._step:
+            self._publish(len(self._layout.layers))
+            self._step = []
+
+    def take_free(self) -> set[str]:
+        """Requests whose blocks may be freed."""
+        with self.lock:
+            return self.producer.take_free()
+
+    def _publish(self, layers: int) -> None:
+        with self.lock:
+            self.producer.publish(time.monotonic(), self._step, layers)
+        self.wake()
+
+    def _round(self, ready: set[zmq.Socket[bytes]], now: float) -> None:
+        for socket in ready:
+            for frames in receive_all(socket):
+                self._receive(now, self._endpoints[socket], frames)
+        with self.lock:
+            self.producer.tick(now)
+            outbox, self.producer.outbox = self.producer.outbox, []
+            idle = self.producer.forget_idle(now, IDLE_S)
+        for endpoint, message in outbox:
+            send(self._socket(endpoint), [encode(message)])
+        for endpoint in idle:
+            self._close_socket(endpoint)
+
+    def _receive(self, now: float, endpoint: Endpoint, frames: list[bytes]) -> None:
+        try:
+            message = decode_to_prefill(frames[-1])
+        except WireError as error:
+            logger.error("decode rank at %s:%d: %s", *endpoint, error)
+            return
+        with self.lock:
+            self.producer.receive(now, endpoint, message)
+            link = self.producer.links.get(endpoint)
+            refused = link.refused if link is not None else ""
+        if refused:
+            logger.error("decode rank at %s:%d refuses this engine: %s", *endpoint, refused)
+
+    def _socket(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
+        socket = self._sockets.get(endpoint)
+        if socket is None:
+            socket = self._context.socket(zmq.DEALER)
+            # The same name after a reconnect, so that decode's answers find this rank again.
+            socket.setsockopt(zmq.IDENTITY, self.producer.hello.session.encode())
+            socket.connect(tcp(*endpoint))
+            self._sockets[endpoint], self._endpoints[socket] = socket, endpoint
+            self._poller.register(socket, zmq.POLLIN)
+        return socket
+
+    def _close_socket(self, endpoint: Endpoint) -> None:
+        socket = self._sockets.pop(endpoint, None)
+        if socket is not None:
+            del self._endpoints[socket]
+            self._poller.unregister(socket)
+            socket.close(linger=0)
+
+    def _close(self) -> None:
+        for endpoint in list(self._sockets):
+            self._close_socket(endpoint)
+        self._engine.close()
