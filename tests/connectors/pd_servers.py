@@ -18,8 +18,8 @@ from vllm_kvoffload.demo.processes import session_and_descendants
 from vllm_kvoffload.demo.server import MODEL_NAME, Server, ServerOptions, command_line, free_port
 
 CONNECTOR = "SfaRemoteD2HConnector"
-LEASE_S = 3.0
-REQUEST_S = 20.0
+LEASE_S = 5.0
+REQUEST_S = 60.0
 READY_S = 240.0
 
 

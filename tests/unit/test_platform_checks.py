@@ -70,7 +70,7 @@ def test_the_users_choices_survive(checkpoint: Path) -> None:
                     "kv_connector_extra_config": {},
                 }
             },
-            "kv_transfer_config='ExampleConnector'",
+            "kv_transfer_config.kv_connector='ExampleConnector'",
         ),
     ],
 )

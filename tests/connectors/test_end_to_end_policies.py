@@ -1,0 +1,47 @@
+"""Two real servers: the recompute policy, and a control that must fail."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from pd_servers import pair
+from test_end_to_end import check_same, prompt
+
+from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
+
+pytest.importorskip("nixl_cu12")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return build_checkpoint(tmp_path_factory.mktemp("model") / "glm-tiny", MODELS["glm-tiny"])
+
+
+def test_recompute(checkpoint, tmp_path):
+    """The metaserver refuses, so decode computes the prompt itself, from what it has cached."""
+    with pair(checkpoint, tmp_path, kv_load_failure_policy="recompute") as servers:
+        shared = prompt(256, seed=1)
+        check_same(servers.ask(shared + [9] * 10), servers.reference(shared + [9] * 10))
+        servers.meta.dispatch = lambda _message: 404
+        for tokens in (prompt(300, seed=2), shared + prompt(200, seed=3)):
+            check_same(servers.ask(tokens), servers.reference(tokens))
+
+
+def test_the_control_without_indexer_kv_differs(checkpoint, tmp_path, monkeypatch):
+    """Decode reads everything but the indexer's KV: above top-k the tokens must change."""
+    folder = tmp_path / "patch"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "from vllm_kvoffload.connectors.sfa_remote_d2h import consumer\n"
+        "shares = consumer.Consumer._shares\n"
+        "consumer.Consumer._shares = lambda self, peer, pairs: (shares(self, peer, pairs)[0], ())\n"
+    )
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    monkeypatch.setenv("PYTHONPATH", path)
+    with pair(checkpoint, tmp_path) as servers:
+        tokens = prompt(700, seed=4)
+        answer, reference = servers.ask(tokens), servers.reference(tokens)
+        assert (answer.status, reference.status) == (200, 200)
+        assert answer.tokens != reference.tokens
