@@ -43,7 +43,7 @@ REPEAT_S = 1.0
 
 @dataclass
 class Transfer(Generic[Endpoint]):
-    """One open transfer. `bound`: decode's session that it was told to; `heard`: decode knows of it."""
+    """One open transfer. `bound`: decode's session that has sent a heartbeat for it, "" before that."""
 
     number: int
     req_id: str
@@ -56,7 +56,6 @@ class Transfer(Generic[Endpoint]):
     complete: bool = False
     bound: str = ""
     said_at: float = float("-inf")
-    heard: bool = False
 
 
 @dataclass
@@ -192,7 +191,7 @@ class Producer(Generic[Endpoint]):
                     self._send(endpoint, Closed(self.hello.session, number, "unknown", False))
                 continue
             transfer.lease_end = now + self.hello.lease_s
-            transfer.heard = True
+            transfer.bound = message.session
             alive.append(number)
             known = (chunks, layers)
             have = (len(transfer.chunks), transfer.chunks[-1].layers if transfer.chunks else 0)
@@ -228,7 +227,7 @@ class Producer(Generic[Endpoint]):
             link = self._links.setdefault(endpoint, Link())
             if not link.peer:
                 self._say_hello(now, endpoint, link)
-        for transfer in [t for t in self._transfers.values() if not t.heard]:
+        for transfer in [t for t in self._transfers.values() if not t.bound]:
             if now - transfer.said_at >= REPEAT_S:
                 self._publish(now, transfer, 0)
 
@@ -268,7 +267,6 @@ class Producer(Generic[Endpoint]):
         if link.refused:
             self._close(transfer, link.refused, retry=False, tell=False)
             return
-        transfer.bound = transfer.bound or link.peer
         transfer.said_at = now
         chunks = tuple(transfer.chunks[first:])
         self._send(

@@ -89,6 +89,16 @@ class Faults(RuleBasedStateMachine):
     def wait(self, seconds):
         self.world.advance(seconds)
 
+    @precondition(lambda self: self.world.reads)
+    @rule()
+    def prefill_hears_nothing(self):
+        """Leases end on prefill, and decode doesn't learn of it: its reads go on."""
+        self.world.network.clear()
+        for producer in self.world.producers:
+            producer.tick(self.world.now + LIMITS.lease_s + 1)
+        self.world.pump()
+        self.world.network.clear()
+
     @precondition(lambda self: self.world.wanted)
     @rule(data=st.data())
     def abort(self, data):
@@ -273,6 +283,17 @@ def test_a_dead_prefill_is_noticed():
     while world.wanted:
         world.settle(0.5)
     assert world.now - begin <= 2 * LIMITS.lease_s + 1
+
+
+def test_a_restarted_decode_is_served():
+    """Prefill has not noticed the restart when the next request's transfer opens."""
+    world = World(2, 1)
+    for _ in range(2):
+        world.submit(world.wanted[world.request(5, 0)])
+        world.settle(10.0, work=True)
+        assert len(world.completed) == 1
+        world.completed.clear()
+        world.start_decode_engine()
 
 
 def test_prefill_of_another_model_is_refused():

@@ -1,0 +1,294 @@
+"""The workers' halves over real sockets, with an engine that copies within this process; no vLLM engine."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from vllm_kvoffload.config import ConfigError
+from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
+from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Receive
+from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
+from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
+from vllm_kvoffload.connectors.sfa_remote_d2h.worker_d import DecodeWorker
+from vllm_kvoffload.transfer import PeerHandle, ReadHandle, TransferEngine
+from vllm_kvoffload.transfer.base import prepare
+from vllm_kvoffload.transfer.spans import RegionTable
+
+metadata = pytest.importorskip("vllm_kvoffload.connectors.sfa_remote_d2h.metadata", reason="needs vLLM")
+PrefillWorker = pytest.importorskip("vllm_kvoffload.connectors.sfa_remote_d2h.worker_p").PrefillWorker
+
+BLOCKS, LAYERS, WIDTH = 12, 3, 8
+LIMITS = Limits(lease_s=1.0, request_s=8.0)
+HOST = "127.0.0.1"
+
+
+class Memmove(TransferEngine):
+    """Reads by memmove; `broken` reads fail, and none ends while `gate` is cleared."""
+
+    name = "memmove"
+    tables: dict[bytes, RegionTable] = {}  # noqa: RUF012
+
+    def __init__(self):
+        self.gate = threading.Event()
+        self.gate.set()
+        self.broken = 0
+        self.closed = False
+
+    def register(self, regions):
+        self.regions = RegionTable(regions)
+        self.tables[self.local_metadata()] = self.regions
+
+    def local_metadata(self):
+        return str(id(self)).encode()
+
+    def add_peer(self, metadata):
+        return PeerHandle(metadata.decode())
+
+    def remove_peer(self, peer):
+        pass
+
+    def read(self, peer, spans):
+        handle = ReadHandle(spans.total_bytes)
+        handle.spans = prepare(spans, self.regions, self.tables[peer.name.encode()])
+        return handle
+
+    def poll(self, handle):
+        if not self.gate.is_set():
+            return handle.status
+        if self.broken or handle.cancelled:
+            self.broken = max(0, self.broken - 1)
+            handle.finish("broken")
+            return handle.status
+        for local, remote, nbytes in zip(
+            handle.spans.local, handle.spans.remote, handle.spans.nbytes, strict=True
+        ):
+            ctypes.memmove(int(local), int(remote), int(nbytes))
+        handle.finish()
+        return handle.status
+
+    def cancel(self, handle):
+        handle.cancelled = True
+
+    def close(self):
+        self.closed = True
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def make_caches(fill):
+    made = {}
+    for layer in range(LAYERS):
+        made[f"model.layers.{layer}.attn"] = fill((BLOCKS, 4, WIDTH))
+        if layer != 1:
+            made[f"model.layers.{layer}.indexer.k_cache"] = fill((BLOCKS, 4, 2))
+    return made
+
+
+class Bench:
+    """A prefill rank and a decode rank."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.port = free_port()
+        self.theirs, self.ours = make_caches(torch.rand), make_caches(torch.zeros)
+        self.decode_engine = Memmove()
+        self.decode = self.start_decode()
+        self.prefill = PrefillWorker(
+            Memmove(), Layout.of(self.theirs, BLOCKS), "d", engine_id="p", tp_size=1, tp_rank=0, limits=LIMITS
+        )
+        self.prefill.start()
+        self.done: dict[str, set[int]] = {}
+
+    def start_decode(self, digest="d"):
+        made = DecodeWorker(
+            self.decode_engine, Layout.of(self.ours, BLOCKS), digest,
+            host=HOST, port=self.port, tp_size=1, tp_rank=0, limits=LIMITS,
+        )  # fmt: skip
+        made.start()
+        return made
+
+    def expect(self, req_id, blocks, first=0):
+        order = Receive(req_id, req_id, prompt_digest([1]), tuple(blocks), first)
+        self.decode.begin_step(metadata.DecodeMetadata([order]))
+
+    def compute(self, req_id, chunks, num_blocks, held=True):
+        start = 0
+        for number, blocks in enumerate(chunks):
+            final = number == len(chunks) - 1
+            step = metadata.PrefillStep(
+                req_id, req_id, metadata.Target(HOST, self.port, 1), prompt_digest([1]), num_blocks,
+                number == 0, start, tuple(blocks), final,
+            )  # fmt: skip
+            self.prefill.begin_step(metadata.PrefillMetadata([step]))
+            for layer in range(LAYERS):
+                self.prefill.layer_done(layer)
+            self.prefill.end_step()
+            start += len(blocks)
+        if held:
+            self.prefill.begin_step(metadata.PrefillMetadata(held=[req_id]))
+
+    def wait(self, req_id, seconds=10.0):
+        end = time.monotonic() + seconds
+        while req_id not in self.done:
+            assert time.monotonic() < end, self.decode.consumer.live
+            results = self.decode.finish_step(set())
+            self.done.update(dict.fromkeys(results.done, results.failed_blocks))
+            time.sleep(0.01)
+        return self.done[req_id]
+
+    def wait_freed(self, seconds=10.0):
+        begin, freed = time.monotonic(), set()
+        while not freed:
+            assert time.monotonic() - begin < seconds
+            freed = self.prefill.take_free()
+            time.sleep(0.01)
+        return freed, time.monotonic() - begin
+
+    def check(self, ours, theirs):
+        for name, cache in self.ours.items():
+            assert torch.equal(cache[ours], self.theirs[name][theirs]), name
+
+    def close(self):
+        self.prefill.stop()
+        self.decode.stop()
+
+
+@pytest.fixture
+def bench():
+    before = threading.active_count()
+    made = Bench()
+    yield made
+    made.close()
+    made.close()
+    assert made.decode_engine.closed
+    assert threading.active_count() == before
+
+
+def test_a_request_arrives_and_frees_its_blocks(bench):
+    bench.expect("r", [9, 8, 7, 2, 1])
+    bench.compute("r", [[0, 1, 2], [5, 4]], 5)
+    assert bench.wait("r") == set()
+    bench.check([9, 8, 7, 2, 1], [0, 1, 2, 5, 4])
+    assert bench.wait_freed()[0] == {"r"}
+    untouched = [block for block in range(BLOCKS) if block not in (9, 8, 7, 2, 1)]
+    assert all(not cache[untouched].any() for cache in bench.ours.values())
+
+
+def test_prefill_may_be_first(bench):
+    bench.compute("r", [[0, 1]], 2)
+    time.sleep(0.3)
+    bench.expect("r", [3, 4])
+    assert bench.wait("r") == set()
+    bench.check([3, 4], [0, 1])
+
+
+def test_cached_blocks_stay(bench):
+    bench.expect("r", [3, 4, 5], first=2)
+    bench.compute("r", [[0, 1, 2]], 3)
+    assert bench.wait("r") == set()
+    bench.check([5], [2])
+    assert all(not cache[[3, 4]].any() for cache in bench.ours.values())
+
+
+def test_a_broken_read_is_tried_again_and_then_fails(bench):
+    bench.decode_engine.broken = 2
+    bench.expect("r", [3, 4])
+    bench.compute("r", [[0, 1]], 2)
+    assert bench.wait("r") == set()
+    assert bench.wait_freed()[0] == {"r"}
+    bench.decode_engine.broken = 100
+    bench.expect("s", [5, 6], first=1)
+    bench.compute("s", [[2, 3]], 2)
+    assert bench.wait("s") == {6}
+    assert bench.wait_freed()[0] == {"s"}
+
+
+def test_an_abort_waits_for_the_read(bench):
+    bench.decode_engine.gate.clear()
+    bench.expect("r", [3, 4])
+    bench.compute("r", [[0, 1]], 2)
+    end = time.monotonic() + 5
+    while not bench.decode._flights:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert not bench.decode.finish_step({"r"}).done
+    time.sleep(0.2)
+    assert not bench.decode.finish_step(set()).done, "a read may still write into its blocks"
+    assert bench.wait_freed()[0] == {"r"}
+    bench.decode_engine.gate.set()
+    assert bench.wait("r") == {3, 4}
+
+
+def test_a_lease_ends_when_decode_is_gone(bench):
+    bench.decode_engine.gate.clear()
+    bench.expect("r", [3, 4])
+    bench.compute("r", [[0, 1]], 2)
+    time.sleep(0.2)
+    bench.decode.stop()
+    freed, seconds = bench.wait_freed()
+    assert freed == {"r"}
+    assert seconds < LIMITS.lease_s + 1
+
+
+def test_decode_restarts(bench):
+    bench.expect("r", [3, 4])
+    bench.compute("r", [[0, 1]], 2)
+    assert bench.wait("r") == set()
+    bench.decode.stop()
+    bench.decode_engine = Memmove()
+    bench.decode = bench.start_decode()
+    bench.expect("s", [5, 6])
+    bench.compute("s", [[2, 3]], 2)
+    assert bench.wait("s") == set()
+    bench.check([5, 6], [2, 3])
+
+
+def test_prefill_of_another_layout_is_refused(bench):
+    bench.decode.stop()
+    bench.decode_engine = Memmove()
+    bench.decode = bench.start_decode(digest="other")
+    bench.expect("r", [3, 4])
+    bench.compute("r", [[0, 1]], 2)
+    assert bench.wait_freed(3.0)[0] == {"r"}
+    assert bench.wait("r", 12) == {3, 4}
+
+
+def test_an_aborted_prefill_ends_the_request(bench):
+    bench.expect("r", [3, 4])
+    bench.compute("r", [[0, 1], []], 3, held=False)
+    time.sleep(0.3)
+    bench.prefill.drop(metadata.PrefillMetadata(dropped=[("r", False)]))
+    assert bench.wait("r") == {3, 4}
+    assert not bench.prefill.take_free()
+
+
+def test_rubbish_on_the_control_port_does_no_harm(bench):
+    import zmq
+
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(f"tcp://{HOST}:{bench.port}")
+    for frame in (b"", b"GET / HTTP/1.1", b"\x01\xc1", b"\x02hello"):
+        stranger.send(frame)
+    bench.expect("r", [3])
+    bench.compute("r", [[1]], 1)
+    assert bench.wait("r") == set()
+    context.destroy(linger=0)
+
+
+def test_a_taken_port_is_named(bench):
+    with pytest.raises(ConfigError, match=f"kv_port={bench.port}"):
+        DecodeWorker(
+            Memmove(), Layout.of(bench.ours, BLOCKS), "d",
+            host=HOST, port=bench.port, tp_size=1, tp_rank=0, limits=LIMITS,
+        )  # fmt: skip
