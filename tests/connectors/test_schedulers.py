@@ -1,0 +1,225 @@
+"""The scheduler's halves, with stand-ins for vLLM's requests and scheduler output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm_kvoffload.connectors.sfa_remote_d2h.config import parse_remote_d2h
+from vllm_kvoffload.connectors.sfa_remote_d2h.scheduler import DecodeScheduler, PrefillScheduler
+from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
+
+BLOCK = 4
+REMOTE = {
+    "do_remote_prefill": False, "do_remote_decode": True, "remote_engine_id": "d", "remote_host": "10.0.0.2",
+    "remote_port": 20050, "remote_tp_size": 1, "remote_pcp_size": 1, "remote_dcp_size": 1,
+    "remote_cached_tokens": 0,
+}  # fmt: skip
+
+
+@dataclass
+class Request:
+    request_id: str
+    prompt_token_ids: list[int]
+    kv_transfer_params: dict | None = None
+
+    @property
+    def num_prompt_tokens(self):
+        return len(self.prompt_token_ids)
+
+
+def request(name="cmpl-a-0", length=10, params=None):
+    return Request(f"{name}-12345678", list(range(length)), params)
+
+
+@dataclass
+class Output:
+    """vLLM's SchedulerOutput, as far as it is read."""
+
+    new: list[tuple[str, list[int], int]] = field(default_factory=list)
+    cached: list[tuple[str, list[int], int]] = field(default_factory=list)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    preempted_req_ids: set[str] | None = None
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def scheduled_new_reqs(self):
+        return [SimpleNamespace(req_id=r, block_ids=(b,), num_computed_tokens=c) for r, b, c in self.new]
+
+    @property
+    def scheduled_cached_reqs(self):
+        return SimpleNamespace(
+            req_ids=[r for r, _, _ in self.cached],
+            new_block_ids=[(b,) if b else None for _, b, _ in self.cached],
+            num_computed_tokens=[c for _, _, c in self.cached],
+        )
+
+
+class Blocks:
+    def __init__(self, ids):
+        self.ids = ids
+
+    def get_block_ids(self):
+        return (self.ids,)
+
+
+@pytest.fixture
+def decode():
+    config = parse_remote_d2h(
+        "kv_consumer", 20050, {"transfer_backend": "nixl", "metaserver_hosts": ["proxy"]}, "cpu"
+    )
+    made = DecodeScheduler(config, BLOCK, {"remote_host": "10.0.0.2"})
+    made.posted = []
+    made._rendezvous.post = lambda *args: made.posted.append(args)
+    yield made
+    made.close()
+
+
+def remote_prefill(url="http://proxy:9000/v1/metaserver"):
+    return {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": url}
+
+
+def test_decode_asks_for_all_but_what_it_has(decode):
+    asked = request(params=remote_prefill())
+    assert decode.matched_tokens(asked, 4) == (6, True)
+    decode.allocated(asked, Blocks([7, 8, 9, 10]), 6)
+    (receive,) = decode.metadata().receives
+    assert (receive.blocks, receive.first, receive.request) == ((7, 8, 9), 1, "cmpl-a-0")
+    assert receive.prompt == prompt_digest(range(10))
+    ((req_id, url, body),) = decode.posted
+    assert (req_id, url) == (asked.request_id, "http://proxy:9000/v1/metaserver")
+    assert body == {
+        "request_id": "cmpl-a-0", "do_remote_prefill": False, "do_remote_decode": True,
+        "remote_host": "10.0.0.2", "remote_cached_tokens": 4,
+    }  # fmt: skip
+    assert not decode.metadata().receives
+
+
+def test_decode_asks_once_only(decode):
+    """After a preemption, or a failed load, the request is computed on decode."""
+    asked = request(params=remote_prefill())
+    decode.allocated(asked, Blocks([7, 8, 9]), 10)
+    decode.metadata()
+    assert decode.matched_tokens(asked, 0) == (0, False)
+    decode.allocated(asked, Blocks([1, 2, 3]), 0)
+    assert not decode.metadata().receives
+    assert len(decode.posted) == 1
+
+
+def test_decode_leaves_other_requests_alone(decode):
+    for params in (None, {}, {"do_remote_prefill": False}):
+        assert decode.matched_tokens(request(params=params), 0) == (0, False)
+        decode.allocated(request(params=params), Blocks([1, 2, 3]), 0)
+    assert not decode.metadata().receives
+
+
+def test_a_foreign_metaserver_fails_the_request(decode):
+    asked = request(params=remote_prefill("http://169.254.169.254/latest"))
+    decode.allocated(asked, Blocks([7, 8, 9]), 10)
+    made = decode.metadata()
+    assert not decode.posted
+    assert [(req_id, "not in metaserver_hosts" in error) for req_id, error in made.answered] == [
+        (asked.request_id, True)
+    ]
+
+
+@pytest.fixture
+def prefill():
+    return PrefillScheduler(BLOCK, tp_size=2)
+
+
+def run(scheduler, req_id, blocks, computed, tokens, *, new=False, **more):
+    entry = [(req_id, blocks, computed)]
+    output = Output(entry if new else [], [] if new else entry, {req_id: tokens}, **more)
+    return scheduler.metadata(output)
+
+
+def test_prefill_publishes_chunk_by_chunk(prefill):
+    served = request(params=dict(REMOTE))
+    prefill.allocated(served)
+    req_id = served.request_id
+    (first,) = run(prefill, req_id, [5, 6], 0, 7, new=True).steps
+    assert (first.opens, first.start, first.blocks, first.final, first.num_blocks) == (
+        True,
+        0,
+        (5,),
+        False,
+        3,
+    )
+    assert (first.target.host, first.target.port, first.request) == ("10.0.0.2", 20050, "cmpl-a-0")
+    (last,) = run(prefill, req_id, [7], 7, 3).steps
+    assert (last.opens, last.start, last.blocks, last.final) == (False, 1, (6, 7), True)
+    assert prefill.finished(req_id)
+    assert prefill.metadata(Output()).held == [req_id]
+    assert not prefill.metadata(Output()).held
+
+
+def test_prefill_hits_of_its_own_cache_are_published_too(prefill):
+    served = request(params={**REMOTE, "remote_cached_tokens": 4})
+    prefill.allocated(served)
+    (step,) = run(prefill, served.request_id, [5, 6, 7], 8, 2, new=True).steps
+    assert (step.start, step.blocks, step.final) == (1, (6, 7), True)
+
+
+def test_an_abort_before_the_end_gives_the_blocks_back_at_once(prefill):
+    served = request(params=dict(REMOTE))
+    prefill.allocated(served)
+    run(prefill, served.request_id, [5, 6], 0, 7, new=True)
+    assert not prefill.finished(served.request_id)
+    assert prefill.metadata(Output()).dropped == [(served.request_id, False)]
+
+
+@pytest.mark.parametrize("same_step", [False, True])
+def test_a_preemption_begins_again(prefill, same_step):
+    served = request(params=dict(REMOTE))
+    prefill.allocated(served)
+    req_id = served.request_id
+    run(prefill, req_id, [5, 6], 0, 7, new=True)
+    if not same_step:
+        assert prefill.metadata(Output(preempted_req_ids={req_id})).dropped == [(req_id, True)]
+    prefill.allocated(served)
+    made = run(prefill, req_id, [1, 2], 0, 7, preempted_req_ids={req_id} if same_step else None)
+    assert made.dropped == ([(req_id, True)] if same_step else [])
+    (step,) = made.steps
+    assert (step.opens, step.start, step.blocks) == (True, 0, (1,))
+
+
+def test_several_prompts_in_one_call(prefill):
+    batch = {"cmpl-a-0": dict(REMOTE), "cmpl-a-1": {**REMOTE, "remote_cached_tokens": 8}}
+    params = {**REMOTE, "batch_kv_transfer_params": batch}
+    served = request("cmpl-a-1", params=params)
+    prefill.allocated(served)
+    (step,) = run(prefill, served.request_id, [5, 6, 7], 0, 10, new=True).steps
+    assert (step.start, step.blocks) == (2, (7,))
+    stranger = request("cmpl-a-7", params=params)
+    prefill.allocated(stranger)
+    assert not run(prefill, stranger.request_id, [1, 2, 3], 0, 10, new=True).steps
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"remote_host": None}, {"remote_port": "20050"}, {"remote_port": 0}, {"remote_tp_size": 3},
+        {"remote_tp_size": 4}, {"remote_dcp_size": 2}, {"remote_cached_tokens": None},
+        {"remote_cached_tokens": -4},
+    ],
+)  # fmt: skip
+def test_a_senseless_rendezvous_does_not_reach_the_worker(prefill, wrong):
+    served = request(params={**REMOTE, **wrong})
+    prefill.allocated(served)
+    assert not run(prefill, served.request_id, [5, 6, 7], 0, 10, new=True).steps
+    assert not prefill.finished(served.request_id)
+
+
+def test_drafts_are_not_computed_tokens(prefill):
+    served = request(length=8, params=dict(REMOTE))
+    prefill.allocated(served)
+    req_id = served.request_id
+    (step,) = run(
+        prefill, req_id, [5, 6], 0, 8, new=True, scheduled_spec_decode_tokens={req_id: [1, 1]}
+    ).steps
+    assert not step.final
