@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import uuid
+from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,8 +24,8 @@ REQUEST_S = 60.0
 READY_S = 240.0
 
 
-def transfer_config(role: str, port: int, **options: Any) -> str:
-    extra = {"transfer_backend": "nixl", "use_layerwise": True, "lease_s": LEASE_S, "request_s": REQUEST_S}
+def transfer_config(role: str, port: int, lease_s: float = LEASE_S, **options: Any) -> str:
+    extra = {"transfer_backend": "nixl", "use_layerwise": True, "lease_s": lease_s, "request_s": REQUEST_S}
     fields = {"kv_connector": CONNECTOR, "kv_role": role, "kv_port": port, "kv_connector_extra_config": extra}
     return json.dumps({**fields, **options})
 
@@ -140,18 +141,30 @@ class MetaServer:
 
 
 class Pair:
-    """Both servers. `prefill` and `decode` may be stopped and started again on their ports."""
+    """Both servers. `prefill` and `decode` may be stopped and started again on their ports.
+
+    tp_sizes: of prefill and decode. arguments: of both. options: fields of their `--kv-transfer-config`.
+    """
 
     def __init__(
-        self, checkpoint: Path, folder: Path, url: str, ports: tuple[int, int, int], **options: Any
+        self,
+        checkpoint: Path,
+        folder: Path,
+        url: str,
+        ports: tuple[int, int, int],
+        *,
+        tp_sizes: tuple[int, int] = (1, 1),
+        arguments: Sequence[str] = (),
+        **options: Any,
     ) -> None:
+        self._tp_sizes, self._arguments = tp_sizes, arguments
         self._checkpoint, self._folder, self._url = checkpoint, folder, url
         self.prefill_port, self.decode_port, self.kv_port = ports
         self.meta: MetaServer
         self._options = options
         self._starts = 0
 
-    def _server(self, role: str, port: int, offload: dict[str, Any] | None, *arguments: str) -> Server:
+    def _server(self, role: str, port: int, tp_size: int, offload: dict[str, Any] | None) -> Server:
         self._starts += 1
         options = ServerOptions(
             self._checkpoint,
@@ -166,16 +179,19 @@ class Pair:
             *command_line(options),
             "--kv-transfer-config",
             transfer_config(role, self.kv_port, **self._options),
+            "--tensor-parallel-size",
+            str(tp_size),
+            *self._arguments,
         ]
-        return Server([*command, *arguments], self._folder / f"{role}-{self._starts}.log", port)
+        return Server(command, self._folder / f"{role}-{self._starts}.log", port)
 
     def start_prefill(self) -> Server:
-        self.prefill = self._server("kv_producer", self.prefill_port, None)
+        self.prefill = self._server("kv_producer", self.prefill_port, self._tp_sizes[0], None)
         return self.prefill
 
     def start_decode(self) -> Server:
         offload = {"topk_buffer_size": 128, "dram_size_per_dp_GB": 1}
-        self.decode = self._server("kv_consumer", self.decode_port, offload)
+        self.decode = self._server("kv_consumer", self.decode_port, self._tp_sizes[1], offload)
         return self.decode
 
     def ask(self, prompt: list[int], max_tokens: int = 12, timeout_s: float = 120) -> Answer:
@@ -200,7 +216,7 @@ def kill(server: Server, sig: int = signal.SIGKILL) -> None:
 
 @contextmanager
 def pair(checkpoint: Path, folder: Path, **options: Any):
-    """A running pair. options: fields of decode's and prefill's `--kv-transfer-config`."""
+    """A running pair; options as for :class:`Pair`."""
     os.environ["VLLM_HOST_IP"] = "127.0.0.1"
     os.environ["OMP_NUM_THREADS"] = "1"  # two engines share few cores with the tests
     prefill_port, decode_port = free_port(), free_port()

@@ -1,11 +1,12 @@
-"""Two real servers: the recompute policy, and a control that must fail."""
+"""Two real servers: the recompute policy, tensor parallelism, drafts, and a control that must fail."""
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
-from pd_servers import pair
+from pd_servers import metric, pair
 from test_end_to_end import check_same, prompt
 
 from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
@@ -45,3 +46,28 @@ def test_the_control_without_indexer_kv_differs(checkpoint, tmp_path, monkeypatc
         answer, reference = servers.ask(tokens), servers.reference(tokens)
         assert (answer.status, reference.status) == (200, 200)
         assert answer.tokens != reference.tokens
+
+
+@pytest.mark.parametrize("tp_sizes", [(2, 1), (2, 2)], ids=str)
+def test_tensor_parallel(checkpoint, tmp_path, tp_sizes):
+    # Four workers on two cores may not answer for seconds.
+    with pair(checkpoint, tmp_path, tp_sizes=tp_sizes, lease_s=30.0) as servers:
+        for length in (40, 300, 700):
+            tokens = prompt(length, seed=length)
+            check_same(servers.ask(tokens), servers.reference(tokens))
+
+
+def test_mtp(tmp_path):
+    """Draft layers have KV, too. Requests with drafts give the same tokens, and decode accepts drafts."""
+    model = build_checkpoint(tmp_path / "model", MODELS["glm-tiny-mtp"])
+    drafts = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
+    with pair(model, tmp_path, lease_s=30.0, arguments=["--speculative-config", drafts]) as servers:
+        for length in (40, 300, 700):
+            tokens = prompt(length, seed=length)
+            check_same(servers.ask(tokens, 40), servers.reference(tokens, 40))
+        accepted = [
+            metric(port, "vllm:spec_decode_num_accepted_tokens_total")
+            for port in (servers.prefill_port, servers.decode_port)
+        ]
+        assert accepted[0] > 10
+        assert abs(accepted[0] - accepted[1]) <= 3
