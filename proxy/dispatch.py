@@ -96,14 +96,25 @@ class Dispatch:
             raise HttpFailure(connection.status, answer, kind, connection.header(b"retry-after") or None)
         connection.expect_output(deadlines.first_output if self.route.stream else deadlines.idle)
 
-    def blame(self, error: UpstreamError) -> None:
-        """Decode's transport failed: the next dispatch goes elsewhere."""
+    @property
+    def prefilled(self) -> bool:
+        """Whether decode asked for a prefill."""
+        return self._prefill is not None
+
+    def blame(self, error: UpstreamError) -> bool:
+        """Decode's transport failed: the next dispatch goes elsewhere.
+
+        Returns True where it was only an idle connection that closed in the moment it was used.
+        """
         if self._load is None or error is self._failure:
-            return  # prefill's failure, which has been blamed on prefill
-        stale = self._connection is not None and self._connection.reused and not self._connection.status
-        if not stale or error.deadline:
-            self.route.avoid.add(self._load.instance.address)
-            self._load.instance.health.failed(time.monotonic(), unreachable=not error.sent)
+            return False  # prefill's failure, which has been blamed on prefill
+        connection = self._connection
+        fresh = connection is None or not connection.reused or connection.status != 0
+        if not fresh and not error.deadline and not self.prefilled:
+            return True
+        self.route.avoid.add(self._load.instance.address)
+        self._load.instance.health.failed(time.monotonic(), unreachable=not error.sent)
+        return False
 
     def succeeded(self) -> None:
         """Decode answered all of it; a prefill that is still on its way back may end by itself."""

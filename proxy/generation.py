@@ -75,10 +75,10 @@ class Generation:
     async def _may_retry(self, error: UpstreamError) -> None:
         """Returns where another dispatch may be tried. Raises ``HttpFailure``."""
         assert self._dispatch is not None
-        self._dispatch.blame(error)
+        worked_on = error.sent and not self._dispatch.blame(error)
         self._dispatch.close()
         self._retries -= 1
-        self._after_send -= error.sent
+        self._after_send -= worked_on
         if self._seen or error.deadline or self._retries < 0 or self._after_send < 0:
             status = 504 if error.deadline else 502
             raise HttpFailure.of(status, str(error), kind="UpstreamError") from error
@@ -187,7 +187,7 @@ class Generation:
     async def _facts(self) -> UsageFacts:
         assert self._dispatch is not None
         await self._dispatch.prefill_done(self._core.settings.deadlines.control)
-        return UsageFacts(self._dispatch.cached_tokens, self._made_tokens)
+        return UsageFacts(self._dispatch.prefilled, self._dispatch.cached_tokens, self._made_tokens)
 
     # re-dispatch
 

@@ -15,11 +15,13 @@ COUNTERS = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 @dataclass(frozen=True)
 class UsageFacts:
-    """What decode can't know. ``cached_tokens``: of prefill's prefix cache; None where prefill didn't answer.
+    """What decode can't know. ``cached_tokens``: of prefill's prefix cache; None where it is unknown.
 
-    ``completed_before``: output tokens of earlier dispatches, which this one has in its prompt.
+    ``prefilled``: decode asked for a prefill; otherwise its own count is right. ``completed_before``: output
+    tokens of earlier dispatches, which this one has in its prompt.
     """
 
+    prefilled: bool = False
     cached_tokens: int | None = None
     completed_before: int = 0
 
@@ -41,7 +43,7 @@ def rewrite_usage(usage: Usage, facts: UsageFacts) -> None:
         usage["completion_tokens"] = int(usage.get("completion_tokens") or 0) + before
         usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
     details = usage.get("prompt_tokens_details")
-    if isinstance(details, dict) and details.get("cached_tokens") is not None:
+    if facts.prefilled and isinstance(details, dict) and details.get("cached_tokens") is not None:
         cached = facts.cached_tokens
         prompt = usage.get("prompt_tokens")
         if cached is not None and isinstance(prompt, int):

@@ -229,13 +229,17 @@ class FakeEngine:
         behaviour = self.behaviours.pop(0) if self.behaviours else self.usual
         work = asyncio.ensure_future(behaviour(exchange))
         closed = asyncio.ensure_future(reader.read(1))
-        await asyncio.wait([work, closed], return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait([work, closed], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            work.cancel()
+            closed.cancel()
+            raise
         if work.done() and isinstance(work.exception(), ConnectionError):
             exchange.gone.set()  # noticed by a write
         if work.done():
             closed.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await closed
+            await asyncio.gather(closed, return_exceptions=True)
             work.result()
             return not writer.transport.is_closing()
         exchange.gone.set()

@@ -296,7 +296,9 @@ def test_usage() -> None:
     assert cached_tokens({"prompt_tokens_details": None}) == 0
     assert cached_tokens(None) is None
     usage = {"prompt_tokens": 15, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 15}}
-    rewrite_usage(usage, UsageFacts(12, completed_before=5))
+    rewrite_usage(usage, UsageFacts())
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 15}, "decode's own, without a prefill"
+    rewrite_usage(usage, UsageFacts(True, 12, completed_before=5))
     assert usage["prompt_tokens"] == 10
     assert usage["completion_tokens"] == 8
     assert usage["total_tokens"] == 18
@@ -437,3 +439,9 @@ def test_a_failure_is_one_event_whatever_the_engine_sent(body: bytes) -> None:
 def test_no_header_is_smuggled() -> None:
     with pytest.raises(ValueError, match="line end"):
         request_bytes("POST", "/", "h:1", [("x", "a\r\nb: c")], b"")
+
+
+def test_control_events_are_lost_without_the_buffer() -> None:
+    data = b'data: {"a": 1}\n\ndata: 2\n\n'
+    pieces = [data[:9], data[9:]]
+    assert [payload for piece in pieces for payload in sse.payloads(piece)] != list(sse.payloads(data))
