@@ -200,15 +200,15 @@ class ProxyApp:
         call = parse_call(kind, raw, self.settings.max_children)
         trace.children = len(call.children)
         route = Route(self.core, kind, scope["path"], call.stream, _passed_on(scope), trace)
-        answer = Answer(send, trace)
         async with Guard(receive, send, deadlines.client_stall) as guard:
-            answer.guard = guard
+            answer = Answer(send, trace, guard)
             self.running.add(guard)
             try:
                 await self._answer(call, route, answer)
             except HttpFailure as failure:
                 await answer.fail(failure)
             finally:
+                trace.sent_bytes = guard.sent_bytes
                 self.running.discard(guard)
         if guard.reason is not None:
             trace.end = guard.reason
@@ -250,8 +250,8 @@ class ProxyApp:
 class Answer:
     """The client's answer: its head goes out with the first output; what fails before has a status."""
 
-    def __init__(self, send: Send, trace: Trace) -> None:
-        self.guard: Guard | None = None
+    def __init__(self, send: Send, trace: Trace, guard: Guard) -> None:
+        self.guard = guard
         self._send = send
         self._trace = trace
         self._started = False
@@ -270,12 +270,10 @@ class Answer:
         if not self._started:
             await self._start(SSE)
         guard = self.guard
-        assert guard is not None
         guard.sending = True
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         guard.sending = False
-        guard.sent += 1
-        self._trace.sent_bytes += len(data)
+        guard.sent_bytes += len(data)
 
     async def finish(self) -> None:
         """The stream's end."""
@@ -284,14 +282,13 @@ class Answer:
         await self._end(b"")
 
     async def _end(self, body: bytes) -> None:
-        if self.guard is not None:
-            self.guard.finished = True
+        self.guard.finished = True
         await self._send({"type": "http.response.body", "body": body})
 
     async def whole(self, body: bytes) -> None:
         """An answer that isn't streamed."""
         await self._start(b"application/json", len(body))
-        self._trace.sent_bytes += len(body)
+        self.guard.sent_bytes += len(body)
         await self._end(body)
 
     async def fail(self, failure: HttpFailure) -> None:

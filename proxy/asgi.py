@@ -87,7 +87,7 @@ class Guard:
         self.reason: str | None = None
         self.finished = False  # the answer is out: the disconnect that servers report then is none
         self.sending = False
-        self.sent = 0  # messages, so that the clock sees progress
+        self.sent_bytes = 0  # by which the clock sees progress
         self._receive = receive
         self._send = send
         self._stall = stall_seconds
@@ -116,8 +116,8 @@ class Guard:
 
     def tick(self, now: float) -> None:
         """Looks whether the client reads; ``now`` in seconds."""
-        if not self.sending or self.sent != self._seen:
-            self._seen = self.sent
+        if not self.sending or self.sent_bytes != self._seen:
+            self._seen = self.sent_bytes
             self._stalled_at = now + self._stall
         elif now > self._stalled_at:
             self._end("client stalled")

@@ -77,7 +77,9 @@ class Connection(asyncio.Protocol):
         if self._size > HIGH_WATER and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
-        self._wake()
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     # httptools' parser
 
@@ -178,7 +180,11 @@ class Connection(asyncio.Protocol):
                 raise self._error
             if self._complete:
                 return b""
-            await self._wait()
+            self._waiter = self._loop.create_future()  # as in _wait, without a call: this is per token
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         parts.clear()
         self._size = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import time
 from collections.abc import Iterator
@@ -114,6 +115,10 @@ def run(settings: ProxySettings) -> None:
         ", ".join(map(str, settings.decoders)) or "none yet",
         settings.metaserver,
     )
+    # Requests make few cycles, and every token makes objects: the collector need not look so often.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     loop_factory = uvicorn.Config("", loop="uvloop").get_loop_factory()
     assert loop_factory is not None
     loop = loop_factory()
