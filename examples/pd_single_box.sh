@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Prefill engine, decode engine with sparse KV offload, and the proxy, on one machine. Ctrl-C ends all three.
+# Edit the values here, or set them in the environment. PLATFORM=cpu runs on any Linux machine; PLATFORM=ascend shows the
+# same deployment on NPUs and has not been run.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+PLATFORM=${PLATFORM:-cpu}                     # cpu or ascend
+MODEL=${MODEL:-}                              # a GLM-DSA or DeepSeek-V3.2 checkpoint
+HOST=${HOST:-127.0.0.1}                       # an address that all three can reach, never 0.0.0.0
+PROXY_PORT=${PROXY_PORT:-9000}                # where requests go
+PREFILL_PORT=${PREFILL_PORT:-8100}
+DECODE_PORT=${DECODE_PORT:-8200}
+KV_PORT=${KV_PORT:-20050}                     # decode listens here, one port for each of its DP x TP ranks
+MAX_MODEL_LEN=${MAX_MODEL_LEN:-8192}
+MAX_NUM_SEQS=${MAX_NUM_SEQS:-4}
+TOPK_BUFFER_SIZE=${TOPK_BUFFER_SIZE:-512}     # hot rows per request and layer on decode: at least index_topk
+DRAM_GB=${DRAM_GB:-1}                         # decode's host memory for the main KV
+PREFILL_TP=${PREFILL_TP:-1}                   # a multiple of DECODE_TP
+DECODE_TP=${DECODE_TP:-1}
+
+if [[ $PLATFORM == cpu ]]; then
+  make setup
+  export PATH=$PWD/.venv/bin:$PATH VLLM_HOST_IP=$HOST
+  # vLLM leaves a core of a small machine idle by default, and threads that spin starve the others.
+  export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
+  BACKEND=nixl
+  PLATFORM_OPTIONS=(--enforce-eager --kv-cache-memory-bytes "${KV_BYTES:-$((64 << 20))}")
+  if [[ -z $MODEL ]]; then
+    MODEL=$PWD/.demo/example-model
+    python - "$MODEL" <<'PYTHON'
+import sys
+from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
+build_checkpoint(sys.argv[1], MODELS["glm"])
+PYTHON
+  fi
+else
+  BACKEND=memfabric
+  PLATFORM_OPTIONS=()
+  PREFILL_DEVICES=${PREFILL_DEVICES:-0,1,2,3,4,5,6,7}
+  DECODE_DEVICES=${DECODE_DEVICES:-8,9,10,11,12,13,14,15}
+fi
+
+trap 'trap - EXIT; kill 0; wait' EXIT
+COMMON=(--host "$HOST" --max-model-len "$MAX_MODEL_LEN" --max-num-seqs "$MAX_NUM_SEQS" "${PLATFORM_OPTIONS[@]}")
+
+ASCEND_RT_VISIBLE_DEVICES=${PREFILL_DEVICES:-} vllm serve "$MODEL" "${COMMON[@]}" \
+  --port "$PREFILL_PORT" --tensor-parallel-size "$PREFILL_TP" \
+  --kv-transfer-config "{
+    \"kv_connector\": \"SfaRemoteD2HConnector\", \"kv_role\": \"kv_producer\", \"kv_port\": $KV_PORT,
+    \"kv_connector_extra_config\": {\"transfer_backend\": \"$BACKEND\"}
+  }" &
+
+ASCEND_RT_VISIBLE_DEVICES=${DECODE_DEVICES:-} vllm serve "$MODEL" "${COMMON[@]}" \
+  --port "$DECODE_PORT" --tensor-parallel-size "$DECODE_TP" \
+  --additional-config "{
+    \"sparse_kv_offload_config\": {
+      \"enabled\": true, \"topk_buffer_size\": $TOPK_BUFFER_SIZE, \"dram_size_per_dp_GB\": $DRAM_GB
+    }
+  }" \
+  --kv-transfer-config "{
+    \"kv_connector\": \"SfaRemoteD2HConnector\", \"kv_role\": \"kv_consumer\", \"kv_port\": $KV_PORT,
+    \"kv_connector_extra_config\": {\"transfer_backend\": \"$BACKEND\", \"use_layerwise\": true}
+  }" &
+
+# The proxy answers at once, and says 503 until both engines are up.
+kvoffload proxy --host "$HOST" --port "$PROXY_PORT" \
+  --prefiller-hosts "$HOST" --prefiller-ports "$PREFILL_PORT" --decoder-hosts "$HOST" --decoder-ports "$DECODE_PORT"
