@@ -37,6 +37,9 @@ FINISHED_KEPT = 4096
 """Finished transfers remembered, so that a repeated `Finish` gets the same answer."""
 
 HELLO_RETRY_S = 0.5
+REFUSED_S = 5.0
+"""How long a decode rank that refused this engine is not asked again; it may be replaced by another."""
+
 REPEAT_S = 1.0
 """Between repeats of a `Publish` that no heartbeat has answered yet."""
 
@@ -261,6 +264,8 @@ class Producer(Generic[Endpoint]):
     def _publish(self, now: float, transfer: Transfer[Endpoint], first: int) -> None:
         link = self._links.setdefault(transfer.endpoint, Link())
         link.used_at = now
+        if link.refused and now - link.hello_at >= REFUSED_S:
+            link.peer = link.refused = ""
         if not link.peer:
             self._say_hello(now, transfer.endpoint, link)
             return  # all of it is said once decode has answered

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from pd_servers import metric, pair
-from test_end_to_end import check_same, prompt
+from test_end_to_end import check_same, prompt, wait_free
 
 from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
 
@@ -71,3 +72,16 @@ def test_mtp(tmp_path):
         ]
         assert accepted[0] > 10
         assert abs(accepted[0] - accepted[1]) <= 3
+
+
+def test_preempted_on_decode(checkpoint, tmp_path):
+    """Blocks run out on decode while requests grow: what is preempted is computed there."""
+    with pair(checkpoint, tmp_path, lease_s=30.0, arguments=["--num-gpu-blocks-override", "40"]) as servers:
+        prompts = [prompt(560, seed=300 + n) for n in range(4)]
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            answers = list(threads.map(lambda tokens: servers.ask(tokens, 150), prompts))
+        assert metric(servers.decode_port, "vllm:num_preemptions_total") >= 1
+        for tokens, answer in zip(prompts, answers, strict=True):
+            check_same(answer, servers.reference(tokens, 150))
+        for port in (servers.prefill_port, servers.decode_port):
+            wait_free(port, 20)

@@ -15,6 +15,7 @@ from hypothesis.stateful import (
 from pd_world import LIMITS, World
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Phase
+from vllm_kvoffload.connectors.sfa_remote_d2h.producer import REFUSED_S
 
 TPS = [(1, 1), (2, 1), (2, 2), (4, 2)]
 
@@ -308,6 +309,12 @@ def test_prefill_of_another_model_is_refused():
     world.settle(1.0)
     assert "differ in model" in producer.links[0].refused
     assert not producer.open_requests
+    world.start_decode_engine()
+    world.consumers[0]._digest = "other"
+    world.settle(REFUSED_S, work=True)
+    world.submit(world.wanted[world.request(3, 0)])
+    world.settle(5.0, work=True)
+    assert len(world.completed) == 1, "decode was replaced by one that fits"
 
 
 def test_a_failed_rendezvous_ends_the_request_at_once():
