@@ -27,6 +27,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median, quantiles
 
 from benchmarks.http.load import Result, load
@@ -35,7 +36,6 @@ from benchmarks.registry import Row, higher_is_better, lower_is_better
 ROUTER_VARIABLE = "KVOFFLOAD_BENCH_VLLM_ROUTER"
 STREAMS, STEP_MS, TOKENS = 64, 10.0, 200
 ROUNDS = 3
-TICKS = os.sysconf("SC_CLK_TCK")
 MODULE = [sys.executable, "-m"]
 
 
@@ -47,10 +47,10 @@ def free_port() -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process and all its threads."""
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+    """User and system time of all threads of a process."""
+    return (
+        sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+    )
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Relay:
         used = cpu_seconds(self.pid) - before if self.pid is not None else 1.0
         if result.errors:
             raise RuntimeError(f"{result.errors} requests failed on port {self.port}")
-        return result, max(used, 1 / TICKS)
+        return result, used
 
     def stream(self, each: int = 2) -> None:
         result, used = self._run(connections=STREAMS, each=each, tokens=TOKENS, stream=True)

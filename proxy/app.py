@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 import uuid
@@ -166,8 +167,8 @@ class ProxyApp:
         self.core.metrics.posts.labels(result).inc()
         if outcome is None:
             raise HttpFailure.of(404, "no request of that id waits for a prefill", kind="NotFoundError")
-        if error := await outcome:  # ends by prefill's deadline
-            raise HttpFailure.of(502, f"prefill failed: {error}", kind="UpstreamError")
+        if failed := await asyncio.shield(outcome):  # ends by prefill's deadline
+            raise HttpFailure.of(502, f"prefill failed: {failed}", kind="UpstreamError")
         await respond_json(send, 200, {"status": "ok"})
 
     # completions and chats
