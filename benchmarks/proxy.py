@@ -53,17 +53,23 @@ def cpu_seconds(pid: int) -> float:
     )
 
 
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    """In milliseconds."""
+    cuts = quantiles(seconds, n=100)
+    return {"p50": 1e3 * cuts[49], "p99": 1e3 * cuts[98]}
+
+
 @dataclass
 class Relay:
-    """A contender and its figures: per second of CPU time, and latencies in milliseconds."""
+    """A contender and its figures, one per round: per second of CPU time, and percentiles of latencies."""
 
     port: int
     pid: int | None = None
     tokens_rate: list[float] = field(default_factory=list)
     requests_rate: list[float] = field(default_factory=list)
     wall_tokens_rate: list[float] = field(default_factory=list)
-    token_ms: list[float] = field(default_factory=list)
-    request_ms: list[float] = field(default_factory=list)
+    token_ms: list[dict[str, float]] = field(default_factory=list)
+    request_ms: list[dict[str, float]] = field(default_factory=list)
 
     def _run(self, *, connections: int, each: int, tokens: int, stream: bool) -> tuple[Result, float]:
         before = cpu_seconds(self.pid) if self.pid is not None else 0.0
@@ -77,7 +83,7 @@ class Relay:
         result, used = self._run(connections=STREAMS, each=each, tokens=TOKENS, stream=True)
         self.tokens_rate.append(result.tokens / used)
         self.wall_tokens_rate.append(result.tokens / result.seconds)
-        self.token_ms += [1e3 * delay for delay in result.delays]
+        self.token_ms.append(percentiles(result.delays))
 
     def whole(self, each: int = 150) -> None:
         result, used = self._run(connections=16, each=each, tokens=4, stream=False)
@@ -86,7 +92,7 @@ class Relay:
     def one_by_one(self, each: int = 300) -> None:
         """Latency of a request when nothing else is under way."""
         result, _ = self._run(connections=1, each=each, tokens=4, stream=False)
-        self.request_ms += [1e3 * seconds for seconds in result.wholes]
+        self.request_ms.append(percentiles(result.wholes))
 
 
 @contextlib.contextmanager
@@ -132,15 +138,14 @@ def router_command(port: int, decode: int) -> list[str] | None:
     return [binary, *flags.split()]
 
 
-def percentiles(values: list[float]) -> dict[str, float]:
-    cuts = quantiles(values, n=100)
-    return {"p50": cuts[49], "p99": cuts[98]}
-
-
 def added(relay: Relay, direct: Relay, what: str) -> dict[str, float]:
-    """Percentiles above the direct way's median; no less than a microsecond, so that ratios stay finite."""
-    base = median(getattr(direct, what))
-    return {name: max(value - base, 1e-3) for name, value in percentiles(getattr(relay, what)).items()}
+    """Percentiles above the direct way's median; no less than a microsecond, so that ratios stay finite.
+
+    Each is the median over the rounds: a neighbour that takes the core for a while must not count.
+    """
+    base = median(one["p50"] for one in getattr(direct, what))
+    own = {name: median(one[name] for one in getattr(relay, what)) for name in ("p50", "p99")}
+    return {name: max(value - base, 1e-3) for name, value in own.items()}
 
 
 def compare(proxy: Relay, direct: Relay, other: Relay, suffix: str) -> Iterator[Row]:
