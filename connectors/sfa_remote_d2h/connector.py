@@ -66,6 +66,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         self._producer: PrefillWorker | None = None
         self._consumer: DecodeWorker | None = None
         self._results = Results()
+        self._idle = False  # the current step computes nothing
         if role is KVConnectorRole.SCHEDULER:
             self._make_scheduler(vllm_config)
 
@@ -137,6 +138,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Loads have begun when the step's metadata came."""
+        self._idle = forward_context.attn_metadata is None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """A request runs only when all of its KV is here."""
@@ -155,7 +157,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         if self._producer is not None:
             return self._producer.take_free(), None
         if self._consumer is not None:
-            self._results = self._consumer.finish_step(finished_req_ids)
+            self._results = self._consumer.finish_step(finished_req_ids, self._idle)
             return None, self._results.done
         return None, None
 

@@ -205,6 +205,11 @@ class Consumer:
         if pending is not None:
             self._fail(pending, reason)
 
+    @property
+    def has_outcomes(self) -> bool:
+        """Whether `take_outcomes` has something to tell."""
+        return bool(self._outcomes)
+
     def take_outcomes(self) -> list[Outcome]:
         """Requests that ended since the last call, each named once."""
         outcomes, self._outcomes = self._outcomes, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections import deque
@@ -35,6 +36,9 @@ PIECE_BYTES = 32 << 20
 
 READ_S = 30.0
 """Deadline of a piece."""
+
+IDLE_S = 0.01
+"""How long a step that computes nothing waits for news: else the engine polls a thousand times a second."""
 
 BUSY_S = 0.001
 """Between looks at reads in flight."""
@@ -87,6 +91,7 @@ class DecodeWorker(IOThread):
         session = uuid.uuid4().hex
         self.consumer = Consumer(session, digest, len(layout.layers), tp_size, tp_rank, limits)
         self.bytes_read = 0
+        self._news = threading.Event()
         self._sources: dict[str, Source] = {}
         self._flights: dict[int, InFlight] = {}
         self._router = self._bind(host, port)
@@ -115,12 +120,20 @@ class DecodeWorker(IOThread):
                 self.consumer.prefill_returned(now, req_id, error)
         self.wake()
 
-    def finish_step(self, finished_req_ids: set[str]) -> Results:
-        """Requests that were received, or failed, since the last step. The others go on."""
+    def finish_step(self, finished_req_ids: set[str], idle: bool = False) -> Results:
+        """Requests that were received, or failed, since the last step. The others go on.
+
+        idle: the step computed nothing, so that it may wait a moment.
+        """
         results = Results()
         with self.lock:
             for req_id in finished_req_ids:
                 self.consumer.cancel(req_id)
+            waits = idle and bool(self.consumer.live) and not self.consumer.has_outcomes
+            self._news.clear()
+        if waits:
+            self._news.wait(IDLE_S)
+        with self.lock:
             for outcome in self.consumer.take_outcomes():
                 results.done.add(outcome.req_id)
                 results.failed_blocks.update(outcome.failed_blocks)
@@ -142,6 +155,8 @@ class DecodeWorker(IOThread):
         self._poll_reads()
         with self.lock:
             self.consumer.tick(now)
+            if self.consumer.has_outcomes:
+                self._news.set()
         self._carry_out()
 
     def _receive(self, now: float, frames: list[bytes]) -> None:

@@ -144,8 +144,10 @@ def test_a_request_without_transfer_is_computed_by_decode_itself(servers):
 
 def test_decode_restarts(servers):
     """Prefill gets its blocks back when the lease ends, and works with decode's next session."""
+    before = len(servers.meta.messages)
     connection = start_request(servers, prompt(1500, seed=9))
-    time.sleep(0.7)
+    wait_for_messages(servers, before + 1)
+    time.sleep(0.1)
     kill(servers.decode)
     servers.decode.stop(1)
     connection.close()
@@ -158,9 +160,11 @@ def test_decode_restarts(servers):
 def test_prefill_dies_while_decode_pulls(servers):
     """The request fails, nothing wrong is said; decode serves on with the next prefill."""
     got: list[Answer] = []
-    asking = threading.Thread(target=lambda: got.append(servers.ask(prompt(1800, seed=11))))
+    before = len(servers.meta.messages)
+    asking = threading.Thread(target=lambda: got.append(servers.ask(prompt(1900, seed=11))))
     asking.start()
-    time.sleep(1.0)
+    wait_for_messages(servers, before + 1)
+    time.sleep(0.1)
     kill(servers.prefill)
     servers.prefill.stop(1)
     asking.join(60)
