@@ -582,4 +582,5 @@ def describe(pending: Pending) -> str:
         f"{'reading' if pull.reading is not None else 'not reading'}"
         for pull in pending.pulls.values()
     ]
-    return "; ".join([f"{pending.phase.value}, attempt {pending.attempts}", *pulls])
+    lost = f", before: {pending.reason}" if pending.reason else ""
+    return "; ".join([f"{pending.phase.value}, attempt {pending.attempts}{lost}", *pulls])
