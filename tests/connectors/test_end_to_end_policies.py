@@ -49,9 +49,12 @@ def test_the_control_without_indexer_kv_differs(checkpoint, tmp_path, monkeypatc
         assert answer.tokens != reference.tokens
 
 
-@pytest.mark.parametrize("tp_sizes", [(2, 1), (2, 2)], ids=str)
+FOUR_CORES = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 4, reason="four workers starve on fewer cores")
+
+
+@pytest.mark.parametrize("tp_sizes", [(2, 1), pytest.param((2, 2), marks=FOUR_CORES)], ids=str)
 def test_tensor_parallel(checkpoint, tmp_path, tp_sizes):
-    # Four workers on two cores may not answer for seconds.
+    # Workers that share cores may not answer for seconds.
     with pair(checkpoint, tmp_path, tp_sizes=tp_sizes, lease_s=30.0) as servers:
         for length in (40, 300, 700):
             tokens = prompt(length, seed=length)
