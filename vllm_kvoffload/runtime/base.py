@@ -16,7 +16,7 @@ work submitted after it, so that a failure can be kept to one request.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 DEFAULT_DEADLINE_S = 30.0
@@ -113,6 +113,22 @@ class Stream(Protocol):
 
     def recover(self) -> None:
         """Forget the failure, if any, for work submitted from now on; work before this point stays failed."""
+
+
+def join_events(events: Iterable[Event], stream: Stream, deadline_s: float) -> bool:
+    """Waits for all events of a stream, failed ones too, and lets it work on. True when none had failed.
+
+    Raises WaitTimeoutError.
+    """
+    complete = True
+    for event in events:
+        try:
+            event.wait(deadline_s)
+        except TaskFailedError:
+            complete = False
+    if not complete:
+        stream.recover()
+    return complete
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ import torch
 from vllm_kvoffload import ops
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.ops import conformance
-from vllm_kvoffload.runtime.base import Event, TaskFailedError
+from vllm_kvoffload.runtime.base import Event, join_events
 from vllm_kvoffload.sparse.delivery import DecodeParts, count_plan
 from vllm_kvoffload.sparse.hot_pool import GroupPool
 from vllm_kvoffload.sparse.stats import OffloadStats
@@ -217,15 +217,8 @@ class CompactDelivery:
         return selection.flatten(0, 1), self._indices
 
     def join(self) -> bool:
-        complete = True
-        for event in self._installed.values():
-            try:
-                event.wait(self._parts.deadline_s)
-            except TaskFailedError:
-                complete = False
+        complete = join_events(self._installed.values(), self._stream, self._parts.deadline_s)
         self._installed.clear()
-        if not complete:
-            self._stream.recover()
         return complete
 
     @property

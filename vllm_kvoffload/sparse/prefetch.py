@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm_kvoffload import ops
-from vllm_kvoffload.runtime.base import Event, Runtime, TaskFailedError
+from vllm_kvoffload.runtime.base import Event, Runtime, join_events
 from vllm_kvoffload.sparse.host_store import HostStore
 from vllm_kvoffload.sparse.hot_pool import HotPool
 from vllm_kvoffload.sparse.rows import RowTable
@@ -85,16 +85,9 @@ class FollowerPrefetch:
         Raises:
             WaitTimeoutError: a fetch is stuck.
         """
-        failed = False
-        for event in self._events.values():
-            try:
-                event.wait(self._deadline_s)
-            except TaskFailedError:
-                failed = True
+        join_events(self._events.values(), self._stream, self._deadline_s)
         self._events.clear()
         self._fetched.clear()
-        if failed:
-            self._stream.recover()
 
     def _fetch(self, layer: int, plan: ops.PlanOut, step: StepState) -> None:
         rows = self._rows.still_leased(step.decode_rows, step.leases)
