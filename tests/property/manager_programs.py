@@ -233,11 +233,11 @@ def run_failing_program(setup: Setup, seed: int, steps: int = 20) -> dict[str, i
     return scheduler.log
 
 
-def run_rank_pair(setup: Setup, seed: int, steps: int = 25) -> None:
-    """The same program on a writing and a reading rank over one host pool."""
+def run_rank_pair(setup: Setup, seed: int, steps: int = 25, writer_ms: float = 1) -> None:
+    """The same program on a writing rank, delayed by up to `writer_ms`, and a reading one; one host pool."""
     plans, scheduler = make_plans(setup, seed, steps)
     with (
-        CpuRuntime(DelayPlan(seed, max_ms=1)) as writing,
+        CpuRuntime(DelayPlan(seed, max_ms=writer_ms)) as writing,
         CpuRuntime(DelayPlan(seed + 1000, max_ms=1)) as reading,
     ):
         for rank in _run_ranks(setup, plans, (writing, reading)):

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -615,7 +616,7 @@ PLANTED = {
     "draft passes do not wait for each other": Planted(draft_passes_do_not_wait, setup=drafting),
     "late prefixes are not noticed in draft passes": Planted(late_drafts_missed, setup=drafting),
     "ranks: loads run ahead of the writer": Planted(
-        no_wait_for_ranks_before_loads, run_rank_pair, setup=single_prefill_layer
+        no_wait_for_ranks_before_loads, partial(run_rank_pair, writer_ms=10), setup=single_prefill_layer
     ),
     "ranks: late prefixes are awaited by the writer only": Planted(
         no_wait_for_ranks_in_a_layer, run_rank_pair
