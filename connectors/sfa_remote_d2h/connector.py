@@ -23,6 +23,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.scheduler import DecodeScheduler, 
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_d import DecodeWorker, Results
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_p import PrefillWorker
 from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.metrics import DECODE, PREFILL, StatsChannel
 from vllm_kvoffload.transfer import make_engine
 
 if TYPE_CHECKING:
@@ -96,6 +97,9 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         role = "prefill" if config.producer else "decode"
         engine = make_engine(config.transfer_backend, role=role, host=get_ip(), device_id=tp_rank)  # type: ignore[arg-type]
+        dp_rank = vllm_config.parallel_config.data_parallel_index
+        fields = PREFILL if config.producer else DECODE
+        channel = StatsChannel(fields, vllm_config.instance_id, dp_rank, tp_rank)
         if config.producer:
             self._producer = PrefillWorker(
                 engine,
@@ -105,11 +109,11 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
                 tp_size=tp_size,
                 tp_rank=tp_rank,
                 limits=config.limits,
+                channel=channel,
             )
             self._producer.start()
             logger.info("Prefill rank %d: %d layers can be pulled", tp_rank, len(layout.layers))
             return
-        dp_rank = vllm_config.parallel_config.data_parallel_index
         port = control_port(config.kv_port, dp_rank, tp_size, tp_rank)
         self._consumer = DecodeWorker(
             engine,
@@ -120,6 +124,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             tp_size=tp_size,
             tp_rank=tp_rank,
             limits=config.limits,
+            channel=channel,
         )
         self._consumer.start()
         logger.info("Decode rank %d: control port %d, %d layers", tp_rank, port, len(layout.layers))

@@ -12,12 +12,21 @@ over: `report` names a request only then. As in `producer`, nothing here waits, 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
+from vllm_kvoffload.connectors.sfa_remote_d2h.counts import ReceiveCounts
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import (
+    Outcome,
+    Peer,
+    Pending,
+    Phase,
+    Pull,
+    ReadOrder,
+    Receive,
+    describe,
+)
 from vllm_kvoffload.connectors.sfa_remote_d2h.ports import owner
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     Beat,
@@ -35,104 +44,13 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     ToDecode,
     ToPrefill,
 )
+from vllm_kvoffload.metrics.fields import ReceiveFailure
 
 GONE_KEPT = 4096
 """Transfers remembered after they were given up, so that a late `Publish` doesn't bring them back."""
 
 PEER_IDLE_LEASES = 20
 """Leases after which a prefill session that says nothing is forgotten; it can introduce itself again."""
-
-
-@dataclass(frozen=True)
-class Receive:
-    """A request to be received. blocks: ids of all its blocks here; the first `first` have their KV."""
-
-    req_id: str
-    request: str
-    prompt: bytes
-    blocks: tuple[int, ...]
-    first: int
-
-    @property
-    def wanted(self) -> tuple[int, ...]:
-        """Blocks that are to be read."""
-        return self.blocks[self.first :]
-
-
-@dataclass(frozen=True)
-class ReadOrder:
-    """A read to be made: `layers` of some blocks, pairs of (block here, block on prefill)."""
-
-    number: int
-    session: str
-    req_id: str
-    layers: range
-    main: tuple[tuple[int, int], ...]
-    indexer: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """End of a request here. `failed_blocks`: what must not be attended to, empty when all went well."""
-
-    req_id: str
-    reason: str
-    failed_blocks: tuple[int, ...]
-
-
-class Phase(str, Enum):
-    """Of a request."""
-
-    WAITING = "waiting"
-    READING = "reading"
-    ENDING = "ending"
-
-
-@dataclass
-class Peer:
-    """A prefill session that introduced itself."""
-
-    hello: Hello
-    member: int
-    ratio: int
-    heard_at: float
-
-
-@dataclass(eq=False)
-class Pull:
-    """One transfer as decode sees it. `read_chunks`, `read_layers`: chunks read, layers of the next one."""
-
-    session: str
-    publish: Publish
-    heard_at: float
-    since: float
-    chunks: list[Chunk] = field(default_factory=list)
-    complete: bool = False
-    read_chunks: int = 0
-    read_layers: int = 0
-    reading: int | None = None
-    reading_to: tuple[int, int] = (0, 0)
-    finish_at: float | None = None
-    finished: bool = False
-    errors: int = 0
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """Session and number."""
-        return self.session, self.publish.transfer
-
-
-@dataclass(eq=False)
-class Pending:
-    """A request that has not ended here."""
-
-    order: Receive
-    deadline: float
-    overall_deadline: float
-    phase: Phase = Phase.WAITING
-    pulls: dict[int, Pull] = field(default_factory=dict)
-    attempts: int = 0
-    reason: str = ""
 
 
 class Consumer:
@@ -152,6 +70,7 @@ class Consumer:
         self.orders: list[ReadOrder] = []
         self.to_cancel: list[int] = []
         self.lost_peers: list[str] = []
+        self.counts = ReceiveCounts()
         self._digest, self._num_layers = digest, num_layers
         self._tp_size, self._tp_rank = tp_size, tp_rank
         self._limits = limits
@@ -184,7 +103,8 @@ class Consumer:
         if older is not None:
             self.cancel(older, "replaced by another request of the same id")
         limits = self._limits
-        pending = Pending(order, now + limits.offer_s, now + limits.request_s)
+        pending = Pending(order, now, now + limits.offer_s, now + limits.request_s)
+        self.counts.started += 1
         self._requests[order.req_id] = pending
         self._named[order.request] = order.req_id
         self._advance(now, pending)
@@ -195,7 +115,7 @@ class Consumer:
         if pending is None or pending.phase is not Phase.WAITING:
             return
         if error:
-            self._fail(pending, error)
+            self._fail(pending, ReceiveFailure.RENDEZVOUS, error)
         else:
             pending.deadline = min(pending.deadline, now + self._limits.retry_s)
 
@@ -203,7 +123,7 @@ class Consumer:
         """The engine doesn't want the request any more. It is reported once its blocks are quiet."""
         pending = self._requests.get(req_id)
         if pending is not None:
-            self._fail(pending, reason)
+            self._fail(pending, ReceiveFailure.ABORTED, reason)
 
     @property
     def has_outcomes(self) -> bool:
@@ -214,6 +134,12 @@ class Consumer:
         """Requests that ended since the last call, each named once."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
+
+    def metrics(self) -> dict[str, int]:
+        """By key of `metrics.DECODE`, all but the bytes."""
+        phases = Counter(self.live.values())
+        gauges = {f"receives.{phase.value}": phases[phase] for phase in Phase}
+        return {**gauges, "peer_ranks": len(self._peers), **self.counts.values()}
 
     # ---------------------------------------------------------------------------------- what prefill says
 
@@ -269,7 +195,7 @@ class Consumer:
             self._give_up(pull, "prefill restarted")
         for pending in list(self._requests.values()):
             if any(pull.session == session for pull in pending.pulls.values()):
-                self._lose(now, pending, "prefill restarted", self._limits.retry_s)
+                self._lose(now, pending, ReceiveFailure.PREFILL, "prefill restarted", self._limits.retry_s)
         del self._peers[session]
         self.lost_peers.append(session)
 
@@ -304,7 +230,7 @@ class Consumer:
         else:
             # A request that prefill preempted comes again, after others: only the request's deadline counts.
             wait_s = self._limits.offer_s if message.retry else 0.0
-            self._lose(now, pending, f"prefill gave up: {message.reason}", wait_s)
+            self._lose(now, pending, ReceiveFailure.PREFILL, f"prefill gave up: {message.reason}", wait_s)
 
     def _finished(self, now: float, message: Finished) -> None:
         pull = self._find(message.session, message.transfer)
@@ -325,7 +251,7 @@ class Consumer:
             if error:
                 pull.errors += 1
                 if pull.errors > self._limits.read_retries:
-                    self._lose(now, pending, f"reading failed: {error}", 0.0)
+                    self._lose(now, pending, ReceiveFailure.READ, f"reading failed: {error}", 0.0)
             else:
                 pull.read_chunks, pull.read_layers = pull.reading_to
         self._advance(now, pending)
@@ -382,6 +308,7 @@ class Consumer:
                 return
         if all(pull.finished for pull in pending.pulls.values()):
             pending.phase = Phase.ENDING
+            self.counts.received(now - pending.since)
             self._end(pending)
 
     def _next_order(self, now: float, pending: Pending, pull: Pull) -> None:
@@ -392,14 +319,15 @@ class Consumer:
                 break
             pairs = self._pairs(pending.order, pull, chunk)
             if pairs is None:
-                self._lose(now, pending, f"prefill published blocks that can't be: {chunk.start}", 0.0)
+                reason = f"prefill published blocks that can't be: {chunk.start}"
+                self._lose(now, pending, ReceiveFailure.MISMATCH, reason, 0.0)
                 return
             layers = range(pull.read_layers, min(chunk.layers, self._num_layers))
             if self._order(pending, pull, layers, pairs):
                 return
         if pull.complete and pull.read_chunks == len(pull.chunks) and pull.finish_at is None:
             if not self._covers(pending.order, pull):
-                self._lose(now, pending, "prefill published too few blocks", 0.0)
+                self._lose(now, pending, ReceiveFailure.MISMATCH, "prefill published too few blocks", 0.0)
                 return
             self._say_finish(now, pull)
 
@@ -450,18 +378,21 @@ class Consumer:
 
     # -------------------------------------------------------------------------------------------- failures
 
-    def _lose(self, now: float, pending: Pending, reason: str, wait_s: float) -> None:
+    def _lose(
+        self, now: float, pending: Pending, failure: ReceiveFailure, reason: str, wait_s: float
+    ) -> None:
         """The current attempt is over. The request waits so long for another one, if it has any left."""
         self._drop_pulls(pending, reason)
         if wait_s and pending.attempts <= self._limits.retries and pending.phase is not Phase.ENDING:
-            pending.phase, pending.reason = Phase.WAITING, reason
+            pending.phase, pending.failure, pending.reason = Phase.WAITING, failure, reason
             pending.deadline = now + wait_s
+            self.counts.retries += 1
         else:
-            self._fail(pending, reason)
+            self._fail(pending, failure, reason)
 
-    def _fail(self, pending: Pending, reason: str) -> None:
+    def _fail(self, pending: Pending, failure: ReceiveFailure, reason: str) -> None:
         if pending.phase is not Phase.ENDING:
-            pending.phase, pending.reason = Phase.ENDING, reason
+            pending.phase, pending.failure, pending.reason = Phase.ENDING, failure, reason
         self._drop_pulls(pending, reason)
         if not self._busy(pending):
             self._end(pending)
@@ -472,6 +403,7 @@ class Consumer:
             return
         if pending.reason:
             failed = order.wanted
+            self.counts.failed[pending.failure] += 1
         else:
             failed = ()
             self._drop_pulls(pending, "finished")
@@ -524,13 +456,15 @@ class Consumer:
         if pending.phase is Phase.ENDING:
             return
         if now >= pending.overall_deadline:
-            self._fail(pending, f"not received after {limits.request_s:g} s ({describe(pending)})")
+            reason = f"not received after {limits.request_s:g} s ({describe(pending)})"
+            self._fail(pending, ReceiveFailure.DEADLINE, reason)
         elif pending.phase is Phase.WAITING and now >= pending.deadline:
-            self._fail(pending, pending.reason or "prefill did not offer it in time")
+            failure = pending.failure if pending.reason else ReceiveFailure.DEADLINE
+            self._fail(pending, failure, pending.reason or "prefill did not offer it in time")
         else:
             silent = [p for p in pending.pulls.values() if now - p.heard_at >= limits.lease_s]
             if any(not pull.finished for pull in silent):
-                self._lose(now, pending, "prefill does not answer", limits.retry_s)
+                self._lose(now, pending, ReceiveFailure.PREFILL, "prefill does not answer", limits.retry_s)
                 self._advance(now, pending)
             for pull in pending.pulls.values():
                 late = pull.finish_at is not None and now - pull.finish_at >= limits.beat_s
@@ -572,15 +506,3 @@ class Consumer:
 
     def _send(self, session: str, message: ToPrefill) -> None:
         self.outbox.append((session, message))
-
-
-def describe(pending: Pending) -> str:
-    """How far a request is, for messages."""
-    pulls = [
-        f"transfer {pull.publish.transfer}: {pull.read_chunks} of {len(pull.chunks)} chunks and "
-        f"{pull.read_layers} layers read, {'all' if pull.complete else 'not all'} published, "
-        f"{'reading' if pull.reading is not None else 'not reading'}"
-        for pull in pending.pulls.values()
-    ]
-    lost = f", before: {pending.reason}" if pending.reason else ""
-    return "; ".join([f"{pending.phase.value}, attempt {pending.attempts}{lost}", *pulls])

@@ -10,18 +10,27 @@ from abc import ABC, abstractmethod
 import zmq
 
 from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.metrics import StatsChannel
 
 logger = get_logger(__name__)
 
 TICK_S = 0.1
 STOP_S = 5.0
 
+PUBLISH_S = 0.05
+"""Least time between two publications of metrics: with reads in flight there is a round every millisecond."""
+
 
 class IOThread(ABC):
-    """Subclasses implement `_round`, and guard what they share with `lock`."""
+    """Subclasses implement `_round` and `_metrics`, and guard what they share with `lock`.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        channel: where the metrics go; it is closed at the end.
+    """
+
+    def __init__(self, name: str, channel: StatsChannel | None = None) -> None:
         self.lock = threading.Lock()
+        self._channel, self._published_at = channel, float("-inf")
         self._context = zmq.Context()
         self._context.setsockopt(zmq.LINGER, 0)
         self._context.setsockopt(zmq.IPV6, 1)
@@ -52,6 +61,8 @@ class IOThread(ABC):
                 logger.error("%s did not end within %g s", self._thread.name, STOP_S)
                 return
         self._close()
+        if self._channel is not None:
+            self._channel.close()
         self._context.destroy(linger=0)
         os.close(self._wake_fd)
 
@@ -68,7 +79,11 @@ class IOThread(ABC):
         ready = dict(self._poller.poll(int(self._timeout_s() * 1000)))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
-        self._round({item for item in ready if isinstance(item, zmq.Socket)}, time.monotonic())
+        now = time.monotonic()
+        self._round({item for item in ready if isinstance(item, zmq.Socket)}, now)
+        if self._channel is not None and now - self._published_at >= PUBLISH_S:
+            self._published_at = now
+            self._channel.publish(self._metrics())
 
     def _timeout_s(self) -> float:
         return TICK_S
@@ -76,6 +91,10 @@ class IOThread(ABC):
     @abstractmethod
     def _round(self, ready: set[zmq.Socket[bytes]], now: float) -> None:
         """Something arrived, somebody woke the thread, or time passed."""
+
+    @abstractmethod
+    def _metrics(self) -> dict[str, int]:
+        """What is published, by the keys of the channel's field set."""
 
     def _close(self) -> None:  # noqa: B027  # most have nothing else to close
         """Lets go of what the subclass opened; the thread has ended."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Receive
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Receive
 
 
 @dataclass(frozen=True)

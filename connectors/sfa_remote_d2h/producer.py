@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from vllm_kvoffload.connectors.sfa_remote_d2h.counts import TransferCounts
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     Beat,
     BeatAck,
@@ -30,6 +31,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     ToDecode,
     ToPrefill,
 )
+from vllm_kvoffload.metrics.fields import TransferEnd
 
 Endpoint = TypeVar("Endpoint")
 
@@ -82,7 +84,7 @@ class Producer(Generic[Endpoint]):
     def __init__(self, hello: Hello, num_layers: int) -> None:
         self.hello = hello
         self.outbox: list[tuple[Endpoint, ToDecode]] = []
-        self.expired = 0
+        self.counts = TransferCounts()
         self._num_layers = num_layers
         self._transfers: dict[int, Transfer[Endpoint]] = {}
         self._by_request: dict[str, int] = {}
@@ -112,6 +114,7 @@ class Producer(Generic[Endpoint]):
         lease_end = now + self.hello.lease_s
         transfer = Transfer(self._next, req_id, request, endpoint, prompt, num_blocks, lease_end)
         self._next += 1
+        self.counts.opened += 1
         self._transfers[transfer.number] = transfer
         self._by_request[req_id] = transfer.number
         self._publish(now, transfer, 0)
@@ -137,7 +140,8 @@ class Producer(Generic[Endpoint]):
         """The engine takes the request's blocks back now: aborted, or preempted and to be computed again."""
         transfer = self._of(req_id)
         if transfer is not None:
-            self._close(transfer, reason, retry)
+            end = TransferEnd.PREEMPTED if retry else TransferEnd.ABORTED
+            self._close(transfer, end, reason, retry)
 
     def engine_finished(self, req_id: str) -> None:
         """The engine is done with the request and keeps its blocks until `take_free` names it."""
@@ -150,6 +154,11 @@ class Producer(Generic[Endpoint]):
         free, self._free = self._free, set()
         self._owed -= free
         return free
+
+    def metrics(self) -> dict[str, int]:
+        """By key of `metrics.PREFILL`."""
+        gauges = {"open_transfers": len(self._transfers), "kept_requests": len(self._owed)}
+        return {**gauges, "peer_ranks": len(self._links), **self.counts.values()}
 
     # ----------------------------------------------------------------------------------- what decode says
 
@@ -172,16 +181,16 @@ class Producer(Generic[Endpoint]):
         elif isinstance(message, Cancel):
             transfer = self._at(endpoint, message.transfer)
             if transfer is not None:
-                self._close(transfer, "cancelled", retry=False, tell=False)
+                self._close(transfer, TransferEnd.CANCELLED, tell=False)
 
     def _answered(self, now: float, endpoint: Endpoint, link: Link, message: HelloAck | Refused) -> None:
         link.peer = message.session
         link.refused = message.reason if isinstance(message, Refused) else ""
         for transfer in [t for t in self._transfers.values() if t.endpoint == endpoint]:
             if link.refused:
-                self._close(transfer, link.refused, retry=False, tell=False)
+                self._close(transfer, TransferEnd.REFUSED, tell=False)
             elif transfer.bound not in ("", message.session):
-                self._close(transfer, "decode restarted", retry=False, tell=False)
+                self._close(transfer, TransferEnd.RESTARTED, tell=False)
             else:
                 self._publish(now, transfer, 0)
 
@@ -209,7 +218,7 @@ class Producer(Generic[Endpoint]):
             self._finished[transfer.number] = None
             while len(self._finished) > FINISHED_KEPT:
                 self._finished.popitem(last=False)
-            self._close(transfer, "finished", retry=False, tell=False)
+            self._close(transfer, TransferEnd.FINISHED, tell=False)
         if message.transfer in self._finished:
             self._send(endpoint, Finished(session, message.transfer))
         elif transfer is None:
@@ -224,8 +233,7 @@ class Producer(Generic[Endpoint]):
     def tick(self, now: float) -> None:
         """Ends leases, and introduces this rank where that is not done yet."""
         for transfer in [t for t in self._transfers.values() if now >= t.lease_end]:
-            self.expired += 1
-            self._close(transfer, "lease expired", retry=False)
+            self._close(transfer, TransferEnd.EXPIRED, "lease expired")
         for endpoint in {t.endpoint for t in self._transfers.values()}:
             link = self._links.setdefault(endpoint, Link())
             if not link.peer:
@@ -253,7 +261,15 @@ class Producer(Generic[Endpoint]):
         transfer = self._transfers.get(number)
         return transfer if transfer is not None and transfer.endpoint == endpoint else None
 
-    def _close(self, transfer: Transfer[Endpoint], reason: str, retry: bool, tell: bool = True) -> None:
+    def _close(
+        self,
+        transfer: Transfer[Endpoint],
+        end: TransferEnd,
+        reason: str = "",
+        retry: bool = False,
+        tell: bool = True,
+    ) -> None:
+        self.counts.closed[end] += 1
         del self._transfers[transfer.number]
         del self._by_request[transfer.req_id]
         if transfer.req_id in self._owed:
@@ -270,7 +286,7 @@ class Producer(Generic[Endpoint]):
             self._say_hello(now, transfer.endpoint, link)
             return  # all of it is said once decode has answered
         if link.refused:
-            self._close(transfer, link.refused, retry=False, tell=False)
+            self._close(transfer, TransferEnd.REFUSED, tell=False)
             return
         transfer.said_at = now
         chunks = tuple(transfer.chunks[first:])

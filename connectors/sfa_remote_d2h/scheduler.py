@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import RemoteD2HConfig, external_id
-from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import (
     DecodeMetadata,
     PrefillMetadata,
     PrefillStep,
     Target,
 )
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.ports import MAX_PORT, TPMismatchError, chunk_range, tp_ratio
 from vllm_kvoffload.connectors.sfa_remote_d2h.rendezvous import Rendezvous, RendezvousError, check_url
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest

@@ -13,12 +13,14 @@ import zmq
 
 from vllm_kvoffload.config import ConfigError
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
-from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Consumer, ReadOrder
+from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Consumer
 from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import TICK_S, IOThread, receive_all, send, tcp
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import DecodeMetadata
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import ReadOrder
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import Hello, WireError, decode_to_decode, encode
 from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.metrics import StatsChannel
 from vllm_kvoffload.transfer import (
     PeerHandle,
     ReadHandle,
@@ -72,7 +74,11 @@ class Results:
 
 
 class DecodeWorker(IOThread):
-    """One rank. Raises ConfigError when its control port is taken."""
+    """One rank. Raises ConfigError when its control port is taken.
+
+    Args:
+        engine: with nothing registered yet; it is closed at the end. channel: likewise.
+    """
 
     def __init__(
         self,
@@ -85,8 +91,9 @@ class DecodeWorker(IOThread):
         tp_size: int,
         tp_rank: int,
         limits: Limits,
+        channel: StatsChannel | None = None,
     ) -> None:
-        super().__init__("kvoffload-decode-io")
+        super().__init__("kvoffload-decode-io", channel)
         self._engine, self._layout = engine, layout
         session = uuid.uuid4().hex
         self.consumer = Consumer(session, digest, len(layout.layers), tp_size, tp_rank, limits)
@@ -158,6 +165,10 @@ class DecodeWorker(IOThread):
             if self.consumer.has_outcomes:
                 self._news.set()
         self._carry_out()
+
+    def _metrics(self) -> dict[str, int]:
+        with self.lock:
+            return {**self.consumer.metrics(), "pulled_bytes": self.bytes_read}
 
     def _receive(self, now: float, frames: list[bytes]) -> None:
         try:

@@ -20,6 +20,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     encode,
 )
 from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.metrics import StatsChannel
 from vllm_kvoffload.transfer import TransferEngine
 
 logger = get_logger(__name__)
@@ -34,7 +35,7 @@ class PrefillWorker(IOThread):
     """One rank. The compute thread calls the methods; sockets belong to the thread.
 
     Args:
-        engine: with nothing registered yet; it is closed at the end.
+        engine: with nothing registered yet; it is closed at the end. channel: likewise.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class PrefillWorker(IOThread):
         tp_size: int,
         tp_rank: int,
         limits: Limits,
+        channel: StatsChannel | None = None,
     ) -> None:
-        super().__init__("kvoffload-prefill-io")
+        super().__init__("kvoffload-prefill-io", channel)
         self._engine, self._layout = engine, layout
         self._tp_size, self._tp_rank = tp_size, tp_rank
         engine.register(layout.regions)
@@ -126,6 +128,10 @@ class PrefillWorker(IOThread):
             send(self._socket(endpoint), [encode(message)])
         for endpoint in idle:
             self._close_socket(endpoint)
+
+    def _metrics(self) -> dict[str, int]:
+        with self.lock:
+            return self.producer.metrics()
 
     def _receive(self, now: float, endpoint: Endpoint, frames: list[bytes]) -> None:
         try:

@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
-from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Consumer, Outcome, Phase, ReadOrder, Receive
+from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Consumer
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Outcome, Phase, ReadOrder, Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.producer import Producer
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     Hello,
@@ -16,6 +17,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     encode,
     prompt_digest,
 )
+from vllm_kvoffload.metrics import DECODE, PREFILL
 
 LAYERS = 2
 POISON = ("poison",)
@@ -98,6 +100,7 @@ class World:
             Consumer(f"d{self.starts}.{rank}", "digest", LAYERS, self.decode_tp, rank, LIMITS)
             for rank in range(self.decode_tp)
         ]
+        self.told = [0] * self.decode_tp  # requests that each rank reported
 
     def pump(self) -> None:
         """Takes what the state machines said: messages to the network, orders, outcomes."""
@@ -117,6 +120,22 @@ class World:
             for outcome in consumer.take_outcomes():
                 self.outcome(rank, outcome)
         self.collect_freed()
+        self.check_counts()
+
+    def check_counts(self) -> None:
+        """Nothing is counted twice, or not at all."""
+        for consumer, told in zip(self.consumers, self.told, strict=True):
+            counts, live = consumer.counts, len(consumer.live)
+            assert counts.started == counts.done + counts.failed.total() + live
+            assert counts.done + counts.failed.total() == told
+            values = consumer.metrics()
+            assert values.keys() | {"pulled_bytes"} == DECODE.index.keys()
+            assert sum(values[f"receives.{phase.value}"] for phase in Phase) == live
+        for producer in self.producers:
+            values = producer.metrics()
+            assert values.keys() == PREFILL.index.keys()
+            closed = sum(value for key, value in values.items() if key.startswith("transfers_closed."))
+            assert values["transfers_opened"] == closed + values["open_transfers"]
 
     def check_order(self, rank: int, order: ReadOrder) -> None:
         """A read must go into blocks of its own request, which is not over on this rank."""
@@ -130,6 +149,7 @@ class World:
         assert rank not in wanted.outcomes, "reported twice"
         assert not any(r == rank and order.req_id == outcome.req_id for r, order in self.reads)
         wanted.outcomes[rank] = outcome
+        self.told[rank] += 1
         assert outcome.failed_blocks == (tuple(wanted.blocks[wanted.first :]) if outcome.reason else ())
         if len(wanted.outcomes) < self.decode_tp:
             return

@@ -14,8 +14,9 @@ from hypothesis.stateful import (
 )
 from pd_world import LIMITS, World
 
-from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Phase
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Phase
 from vllm_kvoffload.connectors.sfa_remote_d2h.producer import REFUSED_S
+from vllm_kvoffload.metrics.fields import RECEIVE_PHASES, ReceiveFailure, TransferEnd
 
 TPS = [(1, 1), (2, 1), (2, 2), (4, 2)]
 
@@ -135,6 +136,20 @@ SETTINGS = settings(
 )
 
 
+def ends(world, rank=0):
+    """How transfers of a prefill rank ended."""
+    return {end: count for end, count in world.producers[rank].counts.closed.items() if count}
+
+
+def failures(world, rank=0):
+    """Why requests of a decode rank failed."""
+    return {why: count for why, count in world.consumers[rank].counts.failed.items() if count}
+
+
+def test_phases_have_their_series():
+    assert tuple(phase.value for phase in Phase) == RECEIVE_PHASES
+
+
 def test_every_request_ends_and_nothing_leaks():
     run_state_machine_as_test(Faults, settings=SETTINGS)
 
@@ -148,6 +163,11 @@ def test_without_faults_every_request_completes(tps):
     assert len(world.completed) == 4
     assert not world.failed
     world.check_nothing_left()
+    assert all(ends(world, rank) == {TransferEnd.FINISHED: 4} for rank in range(tps[0]))
+    for consumer in world.consumers:
+        values = consumer.metrics()
+        assert (values["receives_done"], values["receive_retries"]) == (4, 0)
+        assert 0 < values["receive_seconds.sum"] < 4 * 20e6
 
 
 @pytest.mark.parametrize("lost", range(12))
@@ -203,6 +223,8 @@ def test_a_lease_that_ended_during_the_last_read_fails_the_request():
     world.settle(2 * LIMITS.lease_s)
     assert not world.completed
     assert list(world.failed.values()) == ["prefill gave up: expired"]
+    assert ends(world) == {TransferEnd.EXPIRED: 1}
+    assert failures(world) == {ReceiveFailure.PREFILL: 1}
 
 
 def test_the_same_is_completed_wrongly_without_the_answer_to_finish():
@@ -240,6 +262,8 @@ def test_a_cancelled_request_is_reported_only_when_its_memory_is_quiet():
     world.finish_read(0)
     assert req_id not in world.wanted
     assert world.failed[req_id] == "aborted"
+    assert ends(world) == {TransferEnd.CANCELLED: 1}
+    assert failures(world) == {ReceiveFailure.ABORTED: 1}
 
 
 def test_leases_end_without_heartbeats():
@@ -270,6 +294,10 @@ def test_a_preempted_prefill_is_pulled_again():
     world.settle(20.0, work=True)
     assert world.completed
     world.check_nothing_left()
+    assert ends(world) == ends(world, 1) == {TransferEnd.PREEMPTED: 1, TransferEnd.FINISHED: 1}
+    assert not failures(world)
+    # One rank's Closed is enough to lose the attempt, the other's is of a transfer given up by then.
+    assert world.consumers[0].counts.retries == 1
 
 
 def test_a_dead_prefill_is_noticed():
@@ -284,6 +312,7 @@ def test_a_dead_prefill_is_noticed():
     while world.wanted:
         world.settle(0.5)
     assert world.now - begin <= 2 * LIMITS.lease_s + 1
+    assert failures(world) == {ReceiveFailure.PREFILL: 1}
 
 
 def test_a_restarted_decode_is_served():
@@ -309,6 +338,7 @@ def test_prefill_of_another_model_is_refused():
     world.settle(1.0)
     assert "differ in model" in producer.links[0].refused
     assert not producer.open_requests
+    assert ends(world) == {TransferEnd.REFUSED: 1}
     world.start_decode_engine()
     world.consumers[0]._digest = "other"
     world.settle(REFUSED_S, work=True)
@@ -323,6 +353,7 @@ def test_a_failed_rendezvous_ends_the_request_at_once():
     world.consumers[0].prefill_returned(world.now, req_id, "metaserver answered 502")
     world.pump()
     assert world.failed == {req_id: "metaserver answered 502"}
+    assert failures(world) == {ReceiveFailure.RENDEZVOUS: 1}
 
 
 def test_prefill_that_returned_without_offering_is_not_waited_for():
@@ -331,3 +362,4 @@ def test_prefill_that_returned_without_offering_is_not_waited_for():
     world.consumers[0].prefill_returned(world.now, req_id)
     world.settle(LIMITS.retry_s + 1)
     assert world.failed == {req_id: "prefill did not offer it in time"}
+    assert failures(world) == {ReceiveFailure.DEADLINE: 1}

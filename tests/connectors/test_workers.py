@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import socket
 import threading
 import time
@@ -12,10 +13,11 @@ import torch
 
 from vllm_kvoffload.config import ConfigError
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
-from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_d import DecodeWorker
+from vllm_kvoffload.metrics import DECODE, PREFILL, StatsChannel, find_stats
 from vllm_kvoffload.transfer import PeerHandle, ReadHandle, TransferEngine
 from vllm_kvoffload.transfer.base import prepare
 from vllm_kvoffload.transfer.spans import RegionTable
@@ -100,12 +102,14 @@ class Bench:
     def __init__(self):
         torch.manual_seed(0)
         self.port = free_port()
+        self.instance = f"test-{os.getpid()}-{self.port}"
         self.theirs, self.ours = make_caches(torch.rand), make_caches(torch.zeros)
         self.decode_engine = Memmove()
         self.decode = self.start_decode()
         self.prefill = PrefillWorker(
-            Memmove(), Layout.of(self.theirs, BLOCKS), "d", engine_id="p", tp_size=1, tp_rank=0, limits=LIMITS
-        )
+            Memmove(), Layout.of(self.theirs, BLOCKS), "d", engine_id="p", tp_size=1, tp_rank=0,
+            limits=LIMITS, channel=StatsChannel(PREFILL, self.instance, 0, 0),
+        )  # fmt: skip
         self.prefill.start()
         self.done: dict[str, set[int]] = {}
 
@@ -113,6 +117,7 @@ class Bench:
         made = DecodeWorker(
             self.decode_engine, Layout.of(self.ours, BLOCKS), digest,
             host=HOST, port=self.port, tp_size=1, tp_rank=0, limits=LIMITS,
+            channel=StatsChannel(DECODE, self.instance, 0, 0),
         )  # fmt: skip
         made.start()
         return made
@@ -121,10 +126,11 @@ class Bench:
         order = Receive(req_id, req_id, prompt_digest([1]), tuple(blocks), first)
         self.decode.begin_step(metadata.DecodeMetadata([order]))
 
-    def compute(self, req_id, chunks, num_blocks, held=True):
+    def compute(self, req_id, chunks, num_blocks, whole=True):
+        """Prefill computes these chunks; `whole`: and is through with the request then."""
         start = 0
         for number, blocks in enumerate(chunks):
-            final = number == len(chunks) - 1
+            final = whole and number == len(chunks) - 1
             step = metadata.PrefillStep(
                 req_id, req_id, metadata.Target(HOST, self.port, 1), prompt_digest([1]), num_blocks,
                 number == 0, start, tuple(blocks), final,
@@ -134,7 +140,7 @@ class Bench:
                 self.prefill.layer_done(layer)
             self.prefill.end_step()
             start += len(blocks)
-        if held:
+        if whole:
             self.prefill.begin_step(metadata.PrefillMetadata(held=[req_id]))
 
     def wait(self, req_id, seconds=10.0):
@@ -153,6 +159,19 @@ class Bench:
             freed = self.prefill.take_free()
             time.sleep(0.01)
         return freed, time.monotonic() - begin
+
+    def metrics(self):
+        """The published values of both ranks, other than 0."""
+        found = {stats.part: stats.values for stats in find_stats(os.getpid(), self.instance)}
+        return {
+            part: {key: value for key, value in values.items() if value} for part, values in found.items()
+        }
+
+    def wait_metrics(self, part, **expected):
+        end = time.monotonic() + 5
+        while not expected.items() <= self.metrics()[part].items():
+            assert time.monotonic() < end, self.metrics()
+            time.sleep(0.02)
 
     def check(self, ours, theirs):
         for name, cache in self.ours.items():
@@ -182,6 +201,32 @@ def test_a_request_arrives_and_frees_its_blocks(bench):
     assert bench.wait_freed()[0] == {"r"}
     untouched = [block for block in range(BLOCKS) if block not in (9, 8, 7, 2, 1)]
     assert all(not cache[untouched].any() for cache in bench.ours.values())
+
+
+def test_both_sides_publish_metrics(bench):
+    bench.decode_engine.gate.clear()
+    bench.expect("r", [3, 4])
+    bench.compute("r", [[0, 1]], 2)
+    bench.wait_metrics("prefill", open_transfers=1, kept_requests=1, transfers_opened=1, peer_ranks=1)
+    bench.wait_metrics("decode", **{"receives.reading": 1, "receives_started": 1, "peer_ranks": 1})
+    assert "pulled_bytes" not in bench.metrics()["decode"]
+    bench.decode_engine.gate.set()
+    assert bench.wait("r") == set()
+    bench.wait_freed()
+    bench.expect("s", [5, 6])
+    bench.compute("s", [[2]], 2, whole=False)
+    # Three layers of 4 x 8 floats and two indexers' of 4 x 2; two blocks of the one, one of the other.
+    pulled_bytes = (3 * 4 * 8 + 2 * 4 * 2) * 4 * 3
+    bench.wait_metrics("decode", pulled_bytes=pulled_bytes)
+    bench.prefill.drop(metadata.PrefillMetadata(dropped=[("s", False)]))
+    bench.wait("s")
+    bench.wait_metrics("decode", **{"receives_done": 1, "receives_failed.prefill": 1, "receives_started": 2})
+    ends = {"transfers_closed.finished": 1, "transfers_closed.aborted": 1}
+    bench.wait_metrics("prefill", transfers_opened=2, **ends)
+    assert bench.metrics()["prefill"] == {"transfers_opened": 2, "peer_ranks": 1, **ends}
+    assert bench.metrics()["decode"]["pulled_bytes"] == pulled_bytes
+    bench.close()
+    assert not find_stats(os.getpid(), bench.instance)
 
 
 def test_prefill_may_be_first(bench):
@@ -265,10 +310,10 @@ def test_prefill_of_another_layout_is_refused(bench):
 
 def test_an_aborted_prefill_ends_the_request(bench):
     bench.expect("r", [3, 4])
-    bench.compute("r", [[0, 1], []], 3, held=False)
-    time.sleep(0.3)
+    bench.compute("r", [[0]], 2, whole=False)
+    bench.wait_metrics("decode", **{"receives.reading": 1})
     bench.prefill.drop(metadata.PrefillMetadata(dropped=[("r", False)]))
-    assert bench.wait("r") == {3, 4}
+    assert bench.wait("r", 3.0) == {3, 4}
     assert not bench.prefill.take_free()
 
 

@@ -25,17 +25,8 @@ from vllm_kvoffload.metrics import StatsChannel, WorkerStats, find_stats
 from vllm_kvoffload.metrics import collector as collector_module
 from vllm_kvoffload.metrics import reader as reader_module
 from vllm_kvoffload.metrics.collector import OffloadCollector
-from vllm_kvoffload.metrics.fields import (
-    COUNTERS,
-    FIELDS,
-    FILE_BYTES,
-    SLOT_BYTES,
-    file_name,
-    pack_header,
-    pack_slot,
-    parse,
-    parse_link,
-)
+from vllm_kvoffload.metrics.fields import DECODE, FIELD_SETS, OFFLOAD, PREFILL, receive_seconds
+from vllm_kvoffload.metrics.layout import Field, FieldSet, Histogram, parse_link
 from vllm_kvoffload.metrics.reader import StatsFinder
 from vllm_kvoffload.metrics.report import IntervalReport
 from vllm_kvoffload.sparse.stats import OffloadStats
@@ -44,15 +35,15 @@ pytestmark = pytest.mark.timeout(120)
 
 imports_vllm = pytest.mark.slow  # seconds by itself, and more on a busy machine
 
+FIELDS = OFFLOAD.fields
 ZEROS = [0] * len(FIELDS)
 WRITER = """
 import os, sys, time
-from vllm_kvoffload.metrics import StatsChannel
-from vllm_kvoffload.metrics.fields import FIELDS
+from vllm_kvoffload.metrics import DECODE, OFFLOAD, PREFILL, StatsChannel
 from vllm_kvoffload.sparse.stats import OffloadStats
 
 instance, dp, tp, mode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-channel = StatsChannel(instance, dp, tp)
+channel = StatsChannel(OFFLOAD, instance, dp, tp)
 channel.publish(OffloadStats(decode_steps=5, hits=90 + tp, misses=10, fetched_bytes=1 << 40), live_rows=2)
 if mode == "fork":
     child = os.fork()
@@ -64,7 +55,7 @@ print("ready", flush=True)
 step = 0
 while mode == "hammer":
     step += 1
-    channel.publish({field.name: step for field in FIELDS})
+    channel.publish({field.key: step for field in OFFLOAD.fields})
 for line in sys.stdin:
     exec(line)
 """
@@ -147,15 +138,16 @@ def scrape(collector: OffloadCollector) -> dict[tuple[str, str], float]:
 
 
 def test_every_counter_of_the_worker_has_a_field() -> None:
-    assert tuple(field.name for field in dataclasses.fields(OffloadStats)) == COUNTERS
+    counters = tuple(field.name for field in FIELDS if field.kind == "counter")
+    assert tuple(field.name for field in dataclasses.fields(OffloadStats)) == counters
 
 
 def file_of(*slots: tuple[int, list[int]]) -> bytes:
-    data = bytearray(FILE_BYTES)
-    header = pack_header(17, 99)
+    data = bytearray(OFFLOAD.file_bytes)
+    header = OFFLOAD.pack_header(17, 99)
     data[: len(header)] = header
     for sequence, values in slots:
-        offset, slot = pack_slot(sequence, values)
+        offset, slot = OFFLOAD.pack_slot(sequence, values)
         data[offset : offset + len(slot)] = slot
     return bytes(data)
 
@@ -163,48 +155,81 @@ def file_of(*slots: tuple[int, list[int]]) -> bytes:
 def test_newest_whole_slot_is_read() -> None:
     ones, twos = [1] * len(FIELDS), [2] * len(FIELDS)
     for older, newer in ((4, 5), (5, 6)):
-        record = parse(file_of((older, ones), (newer, twos)))
+        record = OFFLOAD.parse(file_of((older, ones), (newer, twos)))
         assert record is not None
         assert (record.pid, record.created_ns, record.values) == (17, 99, tuple(twos))
 
 
 def test_a_slot_cut_anywhere_falls_back_to_the_other() -> None:
     before = file_of((4, [7] * len(FIELDS)), (3, ZEROS))
-    offset, slot = pack_slot(5, [-8] * len(FIELDS))
-    for cut in range(SLOT_BYTES):
+    offset, slot = OFFLOAD.pack_slot(5, [-8] * len(FIELDS))
+    for cut in range(OFFLOAD.slot_bytes):
         torn = bytearray(before)
         torn[offset : offset + cut] = slot[:cut]
-        record = parse(bytes(torn))
+        record = OFFLOAD.parse(bytes(torn))
         assert record is not None
         # From the last byte of the checksum on, the slot is whole: what follows is padding.
-        assert record.values[0] == (7 if cut < SLOT_BYTES - 4 else -8), cut
+        assert record.values[0] == (7 if cut < OFFLOAD.slot_bytes - 4 else -8), cut
 
 
 def test_foreign_content_is_refused() -> None:
     good = file_of((0, ZEROS), (1, ZEROS))
-    assert parse(good) is not None
-    assert parse(b"") is None
-    assert parse(good[:-1]) is None
+    assert OFFLOAD.parse(good) is not None
+    assert OFFLOAD.parse(b"") is None
+    assert OFFLOAD.parse(good[:-1]) is None
     for offset in (0, 8):  # magic, schema
         bad = bytearray(good)
         bad[offset] ^= 1
-        assert parse(bytes(bad)) is None
-    assert parse(file_of()[:40] + bytes([1]) * (FILE_BYTES - 40)) is None  # both slots broken
+        assert OFFLOAD.parse(bytes(bad)) is None
+    assert OFFLOAD.parse(file_of()[:40] + bytes([1]) * (OFFLOAD.file_bytes - 40)) is None  # both slots broken
 
 
 @pytest.mark.parametrize("instance_id", ["abc", "a:dp1:tp2", "with space (deleted)", "", "line\nend"])
 def test_link_names_round_trip(instance_id: str) -> None:
-    link = f"/memfd:{file_name(instance_id, 3, 12)} (deleted)"
-    assert parse_link(link) == (instance_id, 3, 12)
+    link = f"/memfd:{DECODE.file_name(instance_id, 3, 12)} (deleted)"
+    assert parse_link(link) == ("decode", instance_id, 3, 12)
     assert parse_link(link + "x") is None
     assert parse_link("x" + link) is None
+
+
+@pytest.mark.parametrize("fields", FIELD_SETS.values(), ids=FIELD_SETS)
+def test_fields_can_be_series(fields: FieldSet) -> None:
+    assert len(fields.index) == len(fields.fields)  # no key twice
+    assert FIELD_SETS[fields.name] is fields
+    shared = {f.name: (f.kind, f.help, f.label and f.label[0]) for f in fields.fields}
+    for field in (f for other in FIELD_SETS.values() for f in other.fields):  # one family, one description
+        assert shared.get(field.name, (field.kind, field.help, field.label and field.label[0])) == (
+            field.kind,
+            field.help,
+            field.label and field.label[0],
+        )
+
+
+def test_the_schema_follows_the_fields() -> None:
+    one = FieldSet("x", [Field("a", "counter", "A."), Field("b", "gauge", "B.", ("phase", "c"))])
+    others = [
+        FieldSet("x", one.fields[::-1]),
+        FieldSet("x", [Field("a", "gauge", "A."), one.fields[1]]),
+        FieldSet("x", [one.fields[0], Field("b", "gauge", "B.", ("phase", "d"))]),
+    ]
+    assert one.index == {"a": 0, "b.c": 1}
+    assert one.schema == FieldSet("y", one.fields).schema
+    assert one.schema not in {other.schema for other in others}
+
+
+def test_a_histogram_counts_up_to_each_bound() -> None:
+    histogram = Histogram("x", (0.5, 2.0))
+    for seconds in (0.1, 0.5, 0.500001, 2.0, 7.0):
+        histogram.observe(seconds)
+    assert histogram.values() == {"x.0.5": 2, "x.2.0": 2, "x.+Inf": 1, "x.sum": 10_100_001}
+    assert [field.key for field in histogram.fields("X.")] == list(histogram.values())
 
 
 # ------------------------------------------------------------------------------------------------ channel
 
 
 def test_published_values_are_found_in_the_own_process(instance: str) -> None:
-    channel = StatsChannel(instance, 1, 2)
+    channel = StatsChannel(OFFLOAD, instance, 1, 2)
     try:
         (empty,) = find_stats(os.getpid(), instance)
         assert set(empty.values.values()) == {0}
@@ -223,7 +248,7 @@ def test_published_values_are_found_in_the_own_process(instance: str) -> None:
 
 
 def test_a_dropped_channel_closes_its_file(instance: str) -> None:
-    channel = StatsChannel(instance, 0, 0)
+    channel = StatsChannel(OFFLOAD, instance, 0, 0)
     assert len(stats_files()) == 1
     assert not os.get_inheritable(channel._fd)
     del channel
@@ -231,7 +256,7 @@ def test_a_dropped_channel_closes_its_file(instance: str) -> None:
 
 
 def test_wrong_names_and_values_leave_the_last_publication(instance: str) -> None:
-    channel = StatsChannel(instance, 0, 0)
+    channel = StatsChannel(OFFLOAD, instance, 0, 0)
     channel.publish({"hits": 1, "misses": 2})
     with pytest.raises(KeyError, match="hit_ratio"):
         channel.publish({"hits": 9, "hit_ratio": 1})
@@ -245,14 +270,14 @@ def test_wrong_names_and_values_leave_the_last_publication(instance: str) -> Non
 
 
 def test_publish_is_cheap(instance: str) -> None:
-    channel, stats = StatsChannel(instance, 0, 0), OffloadStats(hits=1)
+    channel, stats = StatsChannel(OFFLOAD, instance, 0, 0), OffloadStats(hits=1)
     seconds = min(timeit.repeat(lambda: channel.publish(stats, live_rows=1), number=200, repeat=30)) / 200
     assert seconds < 20e-6  # 5 to 7 us on an idle machine; a factor of 3 for a busy one
 
 
 def test_python_without_memfd_create_uses_libc(instance: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    channel = StatsChannel(instance, 0, 0)
+    channel = StatsChannel(OFFLOAD, instance, 0, 0)
     assert channel.active
     assert not os.get_inheritable(channel._fd)
     channel.publish({"hits": 4})
@@ -266,7 +291,7 @@ def test_no_memory_files_means_a_warning_and_no_metrics(
         raise OSError(24, "too many open files")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    channel = StatsChannel(instance, 0, 0)
+    channel = StatsChannel(OFFLOAD, instance, 0, 0)
     assert not channel.active
     channel.publish({"hits": 4})
     channel.close()
@@ -300,6 +325,38 @@ def test_labels_are_those_of_vllm(start: Callable[..., Writer], instance: str) -
     assert 'vllm:kvoffload_misses_total{engine="3",model_name="glm",rank="1"} 10.0' in text
     assert "# TYPE vllm:kvoffload_misses_total counter" in text
     assert "# TYPE vllm:kvoffload_live_rows gauge" in text
+
+
+def test_parts_of_a_worker_are_series_of_their_own(instance: str) -> None:
+    offload, decode = (StatsChannel(fields, instance, 0, 0) for fields in (OFFLOAD, DECODE))
+    other = StatsChannel(PREFILL, instance, 0, 1)
+    seconds = receive_seconds()
+    seconds.observe(0.2)
+    seconds.observe(700.0)
+    offload.publish({"hits": 4})
+    decode.publish({"receives.reading": 2, "receives_failed.read": 3, **seconds.values()})
+    other.publish({"open_transfers": 5, "transfers_closed.expired": 6, "peer_ranks": 7})
+    collector = OffloadCollector(StatsFinder(os.getpid(), instance, expected=3), "glm")
+    registry = CollectorRegistry(auto_describe=True)
+    registry.register(collector)
+    text = generate_latest(registry).decode()
+    assert 'vllm:kvoffload_hits_total{engine="0",model_name="glm",rank="0"} 4.0' in text
+    assert 'vllm:kvoffload_receives{engine="0",model_name="glm",phase="reading",rank="0"} 2.0' in text
+    assert 'receives_failed_total{engine="0",model_name="glm",rank="0",reason="read"} 3.0' in text
+    for bound, count in (("0.1", 0), ("0.25", 1), ("600.0", 1), ("+Inf", 2)):
+        assert (
+            f'receive_seconds_bucket{{engine="0",le="{bound}",model_name="glm",rank="0"}} {count}.0' in text
+        )
+    assert 'receive_seconds_sum{engine="0",model_name="glm",rank="0"} 700.2' in text
+    assert 'receive_seconds_count{engine="0",model_name="glm",rank="0"} 2.0' in text
+    assert 'open_transfers{engine="0",model_name="glm",rank="1"} 5.0' in text
+    assert 'transfers_closed_total{end="expired",engine="0",model_name="glm",rank="1"} 6.0' in text
+    assert 'peer_ranks{engine="0",model_name="glm",rank="1"} 7.0' in text
+    assert text.count("# TYPE vllm:kvoffload_peer_ranks gauge") == 1
+    other.close()
+    text = generate_latest(registry).decode()
+    assert "open_transfers" not in text  # a decode engine has no series of prefill
+    assert 'peer_ranks{engine="0",model_name="glm",rank="0"} 0.0' in text
 
 
 def test_reads_under_hammering_are_never_torn(start: Callable[..., Writer], instance: str) -> None:
@@ -352,7 +409,7 @@ def test_a_forked_child_neither_publishes_nor_outlives(start: Callable[..., Writ
 
 
 def test_no_file_is_inherited_over_exec(instance: str) -> None:
-    channel = StatsChannel(instance, 0, 0)
+    channel = StatsChannel(OFFLOAD, instance, 0, 0)
     code = f"import os; print(os.path.exists('/proc/self/fd/{channel._fd}'))"
     assert subprocess.check_output([sys.executable, "-c", code], close_fds=False, text=True) == "False\n"
 
@@ -382,7 +439,7 @@ def test_searches_are_limited_and_only_while_workers_are_missing(
 def test_a_descriptor_taken_over_by_another_file_is_not_opened(tmp_path: Any) -> None:
     os.mkfifo(tmp_path / "fifo")
     fd = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
-    link = f"/memfd:{file_name('x', 0, 0)} (deleted)"
+    link = f"/memfd:{OFFLOAD.file_name('x', 0, 0)} (deleted)"
     try:
         assert reader_module._read(reader_module._Place(os.getpid(), str(fd), link)) is None
     finally:
@@ -408,7 +465,14 @@ def test_failures_end_in_one_warning(monkeypatch: pytest.MonkeyPatch, log: pytes
 
 
 def worker(dp: int = 0, tp: int = 0, created_ns: int = 1, **values: int) -> WorkerStats:
-    return WorkerStats("i", dp, tp, 1, created_ns, {**{field.name: 0 for field in FIELDS}, **values})
+    return part_of(OFFLOAD, values, dp, tp, created_ns)
+
+
+def part_of(
+    fields: FieldSet, values: dict[str, int], dp: int = 0, tp: int = 0, created_ns: int = 1
+) -> WorkerStats:
+    assert set(values) <= set(fields.index)
+    return WorkerStats(fields.name, "i", dp, tp, 1, created_ns, {**dict.fromkeys(fields.index, 0), **values})
 
 
 def test_report_shows_the_interval_not_the_totals() -> None:
@@ -436,12 +500,32 @@ def test_report_takes_a_new_worker_from_nothing() -> None:
     assert "hit ratio 25.0%" in report.lines([worker(created_ns=2, hits=1, misses=3)], 2.0)[0]
 
 
+def test_report_has_a_line_for_each_side_of_transfers() -> None:
+    report = IntervalReport(0.0)
+    prefill = {"transfers_opened": 9, "transfers_closed.finished": 4, "transfers_closed.expired": 2}
+    decode = {"receives_done": 3, "receives_failed.read": 1, "pulled_bytes": 8_000_000, "receives.waiting": 2}
+    workers = [
+        part_of(PREFILL, {**prefill, "open_transfers": 3}),
+        part_of(DECODE, decode, dp=1, tp=0),
+        part_of(DECODE, {**decode, "receives_done": 2, "receives.reading": 1}, dp=1, tp=1),
+    ]
+    assert report.lines(workers, 2.0) == [
+        "Engine 000: KV transfers to decode: 4 finished, 2 expired; 3 open, 0 kept",
+        # Ranks share the requests, not the bytes.
+        "Engine 001: KV transfers from prefill: 3 requests received, 1 failed (read); 3 to come, 8.0 MB/s",
+    ]
+    assert report.lines(workers, 3.0) == []
+
+
 # -------------------------------------------------------------------------------------- the class vLLM loads
 
 
-def vllm_config(instance_id: str, enabled: bool = True, tp: int = 1, additional: object = None) -> Any:
+def vllm_config(
+    instance_id: str, enabled: bool = True, tp: int = 1, additional: object = None, transfer: Any = None
+) -> Any:
     """The part of a VllmConfig that the class reads."""
     return SimpleNamespace(
+        kv_transfer_config=transfer,
         instance_id=instance_id,
         additional_config={"sparse_kv_offload_config": {"enabled": enabled}}
         if additional is None
@@ -500,6 +584,52 @@ def test_without_offload_nothing_is_registered(
     logger.record(None, None, engine_idx=0)
     logger.log()
     assert generate_latest(stat_logger.REGISTRY) == b""
+
+
+def transfer(name: str, role: str, extra: object = None) -> Any:
+    return SimpleNamespace(kv_connector=name, kv_role=role, kv_connector_extra_config=extra or {})
+
+
+OURS = {"kv_connector": "SfaRemoteD2HConnector", "kv_connector_extra_config": {"lease_s": 1}}
+
+
+@imports_vllm
+@pytest.mark.parametrize(
+    ("enabled", "connector", "parts"),
+    [
+        (True, None, {"offload"}),
+        (False, transfer("SfaRemoteD2HConnector", "kv_producer"), {"prefill"}),
+        (True, transfer("SfaRemoteD2HConnector", "kv_consumer"), {"offload", "decode"}),
+        (False, transfer("NixlConnector", "kv_both"), set()),
+        (
+            True,
+            transfer(
+                "MultiConnector",
+                "kv_both",
+                {"connectors": [{"kv_connector": "X"}, OURS | {"kv_role": "kv_consumer"}]},
+            ),
+            {"offload", "decode"},
+        ),
+        (False, transfer("MultiConnector", "kv_producer", {"connectors": [OURS, 7]}), {"prefill"}),
+        (False, transfer("MultiConnector", "kv_producer", {"connectors": 7}), set()),
+    ],
+)
+def test_the_parts_that_count_follow_the_configuration(
+    stat_logger: Any, enabled: bool, connector: Any, parts: set[str]
+) -> None:
+    config = vllm_config("x", enabled=enabled, transfer=connector)
+    assert stat_logger.counting_parts(config) == parts
+
+
+@imports_vllm
+def test_a_prefill_engine_without_offload_has_its_series(stat_logger: Any, instance: str) -> None:
+    channel = StatsChannel(PREFILL, instance, 0, 0)
+    channel.publish({"open_transfers": 1})
+    config = vllm_config(instance, enabled=False, transfer=transfer("SfaRemoteD2HConnector", "kv_producer"))
+    stat_logger.OffloadStatLogger(config, engine_indexes=[0])
+    text = generate_latest(stat_logger.REGISTRY).decode()
+    assert 'vllm:kvoffload_open_transfers{engine="0",model_name="glm",rank="0"} 1.0' in text
+    assert "hits" not in text
 
 
 @imports_vllm

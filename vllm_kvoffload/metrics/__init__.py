@@ -1,13 +1,14 @@
-"""The offload's counters in vLLM's own /metrics, although they arise in worker processes.
+"""The plugin's counters in vLLM's own /metrics, although they arise in worker processes.
 
-Owns: `fields` (what is counted, and its layout in memory), `channel` (a worker publishes into an anonymous
-memory file), `reader` (finds and reads those files of a running server), `report` (the periodic log line),
-`collector` and `stat_logger` (the part vLLM loads in its API server). Never touches pools, requests or the
-engine.
+Owns: `fields` (what is counted) and `layout` (how that lies in memory), `channel` (a part of a worker
+publishes into an anonymous memory file), `reader` (finds and reads those files of a running server), `report`
+(the periodic log lines), `collector` and `stat_logger` (the part vLLM loads in its API server). Never touches
+pools, requests or the engine.
 
 Series are `vllm:kvoffload_<field>`, counters with `_total`, labelled model_name, engine (DP rank) and rank
-(TP rank). The hit ratio is left to the query, which can have it over any window: h / (h + m), where h is
-`rate(vllm:kvoffload_hits_total[1m])` and m the same of misses.
+(TP rank), some with one label more; a server shows those of the parts it has. The hit ratio is left to the
+query, which can have it over any window: h / (h + m), where h is `rate(vllm:kvoffload_hits_total[1m])` and m
+the same of misses.
 
 Limits: prometheus_client leaves custom collectors out in its multiprocess mode, so a server with more than
 one API process shows vLLM's series only, and says so in its log. vLLM starts one API process per DP rank by
@@ -16,6 +17,7 @@ Rust front end are not seen, nor those that elastic EP adds to a server already 
 """
 
 from vllm_kvoffload.metrics.channel import StatsChannel
+from vllm_kvoffload.metrics.fields import DECODE, OFFLOAD, PREFILL
 from vllm_kvoffload.metrics.reader import WorkerStats, find_stats
 
-__all__ = ["StatsChannel", "WorkerStats", "find_stats"]
+__all__ = ["DECODE", "OFFLOAD", "PREFILL", "StatsChannel", "WorkerStats", "find_stats"]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 
 from vllm_kvoffload.log import get_logger
-from vllm_kvoffload.metrics.fields import FIELDS, INDEX, file_name, pack_header, pack_slot
+from vllm_kvoffload.metrics.layout import FieldSet
 from vllm_kvoffload.sparse.stats import OffloadStats
 
 logger = get_logger(__name__)
@@ -20,6 +20,7 @@ class StatsChannel:
     """Counters of one worker in an anonymous memory file, which ends with the process however that ends.
 
     Args:
+        fields: what it counts, of `fields.FIELD_SETS`. A worker has at most one channel for each.
         instance_id: `VllmConfig.instance_id`.
         dp_rank: the engine's index, `ParallelConfig.data_parallel_index`.
         tp_rank: the worker's, in its TP group.
@@ -28,16 +29,17 @@ class StatsChannel:
     are not worth an engine. One thread publishes. In a child made by fork, `publish` does nothing.
     """
 
-    def __init__(self, instance_id: str, dp_rank: int, tp_rank: int) -> None:
-        self._values = [0] * len(FIELDS)
+    def __init__(self, fields: FieldSet, instance_id: str, dp_rank: int, tp_rank: int) -> None:
+        self._fields = fields
+        self._values = [0] * len(fields.fields)
         self._sequence = 0
         self._pid = os.getpid()
         self._fd = -1
         try:
-            self._fd = _memory_file(file_name(instance_id, dp_rank, tp_rank))
-            _, slot = pack_slot(0, self._values)
+            self._fd = _memory_file(fields.file_name(instance_id, dp_rank, tp_rank))
+            _, slot = fields.pack_slot(0, self._values)
             # Twice the same slot: the file has its full size at once, and the later of equals is as good.
-            os.pwrite(self._fd, pack_header(self._pid, time.time_ns()) + slot + slot, 0)
+            os.pwrite(self._fd, fields.pack_header(self._pid, time.time_ns()) + slot + slot, 0)
         except OSError as error:
             self.close()
             logger.warning("KV offload: no memory file for this worker's metrics (%s); they are off.", error)
@@ -50,8 +52,8 @@ class StatsChannel:
     def publish(self, stats: OffloadStats | Mapping[str, int], **more: int) -> None:
         """Publishes all values at once, a few microseconds.
 
-        Takes counters and gauges by the names in `fields.FIELDS`, integers of 64 bits; a name not given keeps
-        its last value. Raises KeyError for an unknown name, struct.error for a value that isn't such an
+        Takes them by the keys of the field set, integers of 64 bits; one that is not given keeps its last
+        value. Raises KeyError for an unknown key, struct.error for a value that isn't such an
         integer; readers then still see the last publication.
         """
         if self._fd < 0 or os.getpid() != self._pid:
@@ -59,8 +61,10 @@ class StatsChannel:
         values = self._values.copy()
         for given in (vars(stats) if isinstance(stats, OffloadStats) else stats, more):
             for name, value in given.items():
-                values[INDEX[name]] = value
-        offset, slot = pack_slot(self._sequence + 1, values)
+                values[self._fields.index[name]] = value
+        if values == self._values:
+            return
+        offset, slot = self._fields.pack_slot(self._sequence + 1, values)
         os.pwrite(self._fd, slot, offset)
         self._values = values
         self._sequence += 1

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from itertools import accumulate
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from vllm_kvoffload.log import get_logger
-from vllm_kvoffload.metrics.fields import FIELDS
+from vllm_kvoffload.metrics.fields import FIELD_SETS
+from vllm_kvoffload.metrics.layout import Field
 from vllm_kvoffload.metrics.reader import StatsFinder, WorkerStats
 
 logger = get_logger(__name__)
@@ -16,8 +23,6 @@ logger = get_logger(__name__)
 PREFIX = "vllm:kvoffload_"
 LABELS = ("model_name", "engine", "rank")
 WARN_EVERY_S = 300.0
-
-Family = CounterMetricFamily | GaugeMetricFamily
 
 
 class OffloadCollector:
@@ -33,21 +38,21 @@ class OffloadCollector:
         self._model_name = model_name
         self._quiet_until_s = time.monotonic()
 
-    def describe(self) -> Iterable[Family]:
+    def describe(self) -> Iterable[Metric]:
         """The series without samples; the registry checks their names when it takes the collector."""
-        return [_family(index) for index in range(len(FIELDS))]
+        return [_family(field) for field in _series().values()]
 
-    def collect(self) -> Iterable[Family]:
-        """The series with one sample for each worker; none for workers that are gone."""
+    def collect(self) -> Iterable[Metric]:
+        """The series of this server's parts, with samples for each worker; none for workers that are gone."""
         workers = self.read()
-        families = []
-        for index, field in enumerate(FIELDS):
-            family = _family(index)
-            for worker in workers:
+        families: dict[str, Metric] = {}
+        for worker in workers:
+            fields = FIELD_SETS[worker.part].fields
+            for name in dict.fromkeys(field.name for field in fields):
+                family = families.get(name) or families.setdefault(name, _family(_series()[name]))
                 labels = (self._model_name, str(worker.dp_rank), str(worker.tp_rank))
-                family.add_metric(labels, worker.values[field.name])
-            families.append(family)
-        return families
+                _add(family, labels, [(f, worker.values[f.key]) for f in fields if f.name == name])
+        return list(families.values())
 
     def read(self) -> list[WorkerStats]:
         """The workers' values; on any failure a warning, at most every WARN_EVERY_S, and an empty list."""
@@ -67,7 +72,27 @@ class OffloadCollector:
             logger.warning("KV offload: no metrics: %s", reason)
 
 
-def _family(index: int) -> Family:
-    field = FIELDS[index]
+def _series() -> dict[str, Field]:
+    """One field of each series, by name."""
+    return {field.name: field for fields in FIELD_SETS.values() for field in fields.fields}
+
+
+def _family(field: Field) -> Metric:
+    if field.kind == "histogram":
+        return HistogramMetricFamily(PREFIX + field.name, field.help, labels=LABELS)
     kind = CounterMetricFamily if field.kind == "counter" else GaugeMetricFamily
-    return kind(PREFIX + field.name, field.help, labels=LABELS)
+    own = (field.label[0],) if field.label else ()
+    return kind(PREFIX + field.name, field.help, labels=(*LABELS, *own))
+
+
+def _add(family: Metric, labels: tuple[str, ...], values: list[tuple[Field, int]]) -> None:
+    """Adds a worker's samples of one series."""
+    if isinstance(family, HistogramMetricFamily):
+        counts = {field.label[1]: value for field, value in values if field.label}
+        sum_s = counts.pop("sum") / 1e6
+        family.add_metric(labels, list(zip(counts, accumulate(counts.values()), strict=True)), sum_s)
+        return
+    assert isinstance(family, CounterMetricFamily | GaugeMetricFamily)
+    for field, value in values:
+        own = (field.label[1],) if field.label else ()
+        family.add_metric((*labels, *own), value)

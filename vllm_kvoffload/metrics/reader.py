@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from vllm_kvoffload.metrics.fields import FIELDS, FILE_BYTES, parse, parse_link
+from vllm_kvoffload.metrics.fields import FIELD_SETS
+from vllm_kvoffload.metrics.layout import parse_link
 
 RESCAN_S = 10.0
 """Least time between two searches: one looks at every process of the machine, about 20 us each."""
@@ -22,14 +23,16 @@ _ATTEMPTS = 16
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """What one worker last published.
+    """What one part of a worker last published.
 
     Attributes:
+        part: name of its field set.
         instance_id, dp_rank, tp_rank: as given to `StatsChannel`; pid: the worker's.
         created_ns: start of the counters, ns since the epoch.
-        values: by the names in `fields.FIELDS`.
+        values: by the keys of the field set.
     """
 
+    part: str
     instance_id: str
     dp_rank: int
     tp_rank: int
@@ -48,7 +51,7 @@ class _Place:
 
 
 def find_stats(pid_root: int, instance_id: str | None = None) -> list[WorkerStats]:
-    """Counters of every worker at or below process `pid_root`, by DP and TP rank.
+    """Counters of every worker at or below process `pid_root`, by DP and TP rank and part.
 
     With `instance_id`, only those of that engine. Empty when there is none. Caller and workers must be in the
     same PID namespace.
@@ -61,7 +64,8 @@ class StatsFinder:
 
     Args:
         pid_root, instance_id: see `find_stats`.
-        expected: workers there should be. While fewer answer, reads search again, at most every `rescan_s`.
+        expected: parts of workers there should be. While fewer answer, reads search again, at most every
+            `rescan_s`.
     """
 
     def __init__(
@@ -95,7 +99,9 @@ def _search(root: int, instance_id: str | None) -> Iterator[_Place]:
             link = _link(pid, fd)
             identity = parse_link(link)
             # Engines of one server may carry its instance id with a suffix of their own.
-            if identity and (instance_id is None or identity[0] in _aliases(instance_id, identity[1])):
+            if identity is None or identity[0] not in FIELD_SETS:
+                continue
+            if instance_id is None or identity[1] in _aliases(instance_id, identity[2]):
                 yield _Place(pid, fd, link)
 
 
@@ -131,16 +137,18 @@ def _link(pid: int, fd: str) -> str:
 
 
 def _read_all(places: Iterable[_Place]) -> list[WorkerStats]:
-    found: dict[tuple[str, int, int], WorkerStats] = {}
+    found: dict[tuple[str, str, int, int], WorkerStats] = {}
     for place in places:
         stats = _read(place)
         if stats is None:
             continue
-        key = (stats.instance_id, stats.dp_rank, stats.tp_rank)
+        key = (stats.part, stats.instance_id, stats.dp_rank, stats.tp_rank)
         # An engine made anew in the same process may not have closed its predecessor's file yet.
         if key not in found or found[key].created_ns < stats.created_ns:
             found[key] = stats
-    return sorted(found.values(), key=lambda stats: (stats.dp_rank, stats.tp_rank, stats.instance_id))
+    return sorted(
+        found.values(), key=lambda stats: (stats.dp_rank, stats.tp_rank, stats.part, stats.instance_id)
+    )
 
 
 def _read(place: _Place) -> WorkerStats | None:
@@ -149,6 +157,7 @@ def _read(place: _Place) -> WorkerStats | None:
     # Opening something else that took over the number, say a FIFO, could block: look before.
     if identity is None or _link(place.pid, place.fd) != place.link:
         return None
+    fields = FIELD_SETS[identity[0]]
     try:
         fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -156,7 +165,7 @@ def _read(place: _Place) -> WorkerStats | None:
     try:
         record = None
         for _ in range(_ATTEMPTS):
-            record = parse(os.pread(fd, FILE_BYTES, 0))
+            record = fields.parse(os.pread(fd, fields.file_bytes, 0))
             if record is not None:
                 break
     except OSError:
@@ -166,5 +175,5 @@ def _read(place: _Place) -> WorkerStats | None:
     # A forked child holds its parent's file too, and may outlive it.
     if record is None or record.pid != place.pid:
         return None
-    values = {field.name: value for field, value in zip(FIELDS, record.values, strict=True)}
+    values = dict(zip(fields.index, record.values, strict=True))
     return WorkerStats(*identity, pid=record.pid, created_ns=record.created_ns, values=values)

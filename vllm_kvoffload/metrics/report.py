@@ -1,10 +1,18 @@
-"""The periodic log line: what the offload did since the last one."""
+"""The periodic log lines: what a server's workers did since the last ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from vllm_kvoffload.metrics.fields import COUNTERS
+from vllm_kvoffload.metrics.fields import (
+    DECODE,
+    FIELD_SETS,
+    OFFLOAD,
+    PREFILL,
+    RECEIVE_PHASES,
+    ReceiveFailure,
+    TransferEnd,
+)
 from vllm_kvoffload.metrics.reader import WorkerStats
 
 
@@ -13,30 +21,37 @@ class IntervalReport:
 
     def __init__(self, start_s: float) -> None:
         self._last_s = start_s
-        self._totals: dict[tuple[int, int, int], dict[str, int]] = {}
+        self._totals: dict[tuple[int, int, str, int], Mapping[str, int]] = {}
 
     def lines(self, workers: Iterable[WorkerStats], now_s: float) -> list[str]:
-        """One line for each engine whose counters moved since the last call, summed over its ranks."""
-        workers = list(workers)
+        """One line for each engine and part whose counters moved since the last call, over all ranks."""
         elapsed_s, self._last_s = max(now_s - self._last_s, 1e-3), now_s
-        # With the creation time in the key, a worker that was replaced starts from nothing again.
-        totals = {(worker.dp_rank, worker.tp_rank, worker.created_ns): worker.values for worker in workers}
-        moved: dict[int, dict[str, int]] = {}
-        for key, values in totals.items():
-            before = self._totals.get(key, {})
-            engine = moved.setdefault(key[0], dict.fromkeys(COUNTERS, 0))
-            for name in COUNTERS:
-                engine[name] += values[name] - before.get(name, 0)
+        totals: dict[tuple[int, int, str, int], Mapping[str, int]] = {}
+        engines: dict[tuple[int, str], tuple[dict[str, int], dict[str, int]]] = {}
+        for worker in workers:
+            # With the creation time in the key, a worker that was replaced starts from nothing again.
+            key = (worker.dp_rank, worker.tp_rank, worker.part, worker.created_ns)
+            totals[key], before = worker.values, self._totals.get(key, {})
+            delta, gauges = engines.setdefault((worker.dp_rank, worker.part), ({}, {}))
+            for field in FIELD_SETS[worker.part].fields:
+                value = worker.values[field.key]
+                if field.kind == "gauge":
+                    gauges[field.key] = max(gauges.get(field.key, 0), value)
+                    continue
+                value -= before.get(field.key, 0)
+                # Each rank takes part in every transfer, but moves bytes of its own.
+                one = worker.part != OFFLOAD.name and not field.name.endswith("_bytes")
+                known = delta.get(field.key, 0)
+                delta[field.key] = max(known, value) if one else known + value
         self._totals = totals
-        live = {worker.dp_rank: worker.values["live_rows"] for worker in workers}
         return [
-            _line(engine, delta, live[engine], elapsed_s)
-            for engine, delta in moved.items()
+            f"Engine {engine:03d}: {_LINES[part](delta, gauges, elapsed_s)}"
+            for (engine, part), (delta, gauges) in engines.items()
             if any(delta.values())
         ]
 
 
-def _line(engine: int, delta: dict[str, int], live_rows: int, elapsed_s: float) -> str:
+def _offload(delta: Mapping[str, int], gauges: Mapping[str, int], elapsed_s: float) -> str:
     looked_up = delta["hits"] + delta["misses"]
     hits = f"hit ratio {delta['hits'] / looked_up:.1%}" if looked_up else "no row looked up"
     rates = ", ".join(
@@ -47,5 +62,23 @@ def _line(engine: int, delta: dict[str, int], live_rows: int, elapsed_s: float) 
             ("written", "written_bytes"),
         )
     )
-    counts = f"{delta['displaced']} rows displaced, {live_rows} requests in the hot pool"
-    return f"Engine {engine:03d}: KV offload: {hits}, {rates}, {counts}"
+    counts = f"{delta['displaced']} rows displaced, {gauges['live_rows']} requests in the hot pool"
+    return f"KV offload: {hits}, {rates}, {counts}"
+
+
+def _prefill(delta: Mapping[str, int], gauges: Mapping[str, int], _elapsed_s: float) -> str:
+    closed = {end.value: delta[f"transfers_closed.{end.value}"] for end in TransferEnd}
+    ends = ", ".join(f"{count} {end}" for end, count in closed.items() if count or end == "finished")
+    return f"KV transfers to decode: {ends}; {gauges['open_transfers']} open, {gauges['kept_requests']} kept"
+
+
+def _decode(delta: Mapping[str, int], gauges: Mapping[str, int], elapsed_s: float) -> str:
+    failed = {why.value: delta[f"receives_failed.{why.value}"] for why in ReceiveFailure}
+    parts = [f"{delta['receives_done']} requests received"]
+    parts += [f"{count} failed ({reason})" for reason, count in failed.items() if count]
+    waiting = sum(gauges[f"receives.{phase}"] for phase in RECEIVE_PHASES)
+    rate = f"{delta['pulled_bytes'] / elapsed_s / 1e6:.1f} MB/s"
+    return f"KV transfers from prefill: {', '.join(parts)}; {waiting} to come, {rate}"
+
+
+_LINES = {OFFLOAD.name: _offload, PREFILL.name: _prefill, DECODE.name: _decode}

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from vllm_kvoffload.config import ConfigError, parse_sparse_offload
+from vllm_kvoffload.connectors.sfa_remote_d2h.config import CONNECTOR
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics.collector import OffloadCollector
+from vllm_kvoffload.metrics.fields import DECODE, OFFLOAD, PREFILL
 from vllm_kvoffload.metrics.reader import StatsFinder
 from vllm_kvoffload.metrics.report import IntervalReport
 
@@ -30,7 +32,7 @@ _registered: list[OffloadCollector] = []
 
 
 class OffloadStatLogger(AggregateStatLoggerBase):
-    """Puts the workers' counters into /metrics and the log. Does nothing for an engine without the offload.
+    """Puts the workers' counters into /metrics and the log. Does nothing for an engine that has none.
 
     Args:
         vllm_config: of the engine.
@@ -40,7 +42,8 @@ class OffloadStatLogger(AggregateStatLoggerBase):
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         self._collector: OffloadCollector | None = None
         self._report = IntervalReport(time.monotonic())
-        if not _enabled(vllm_config):
+        parts = counting_parts(vllm_config)
+        if not parts:
             return
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             logger.warning(
@@ -51,7 +54,7 @@ class OffloadStatLogger(AggregateStatLoggerBase):
         finder = StatsFinder(
             os.getpid(),
             vllm_config.instance_id,
-            expected=len(engine_indexes) * vllm_config.parallel_config.tensor_parallel_size,
+            expected=len(engine_indexes) * vllm_config.parallel_config.tensor_parallel_size * len(parts),
         )
         self._collector = OffloadCollector(finder, str(vllm_config.model_config.served_model_name))
         _register(self._collector)
@@ -63,19 +66,42 @@ class OffloadStatLogger(AggregateStatLoggerBase):
         """The start-up line is the worker's."""
 
     def log(self) -> None:
-        """One line for each engine whose offload did something since the last call."""
+        """One line for each engine and part that did something since the last call."""
         if self._collector is None:
             return
         for line in self._report.lines(self._collector.read(), time.monotonic()):
             logger.info(line)
 
 
-def _enabled(vllm_config: VllmConfig) -> bool:
-    options = vllm_config.additional_config
+def counting_parts(vllm_config: VllmConfig) -> set[str]:
+    """Names of the field sets that each worker of an engine publishes."""
+    parts = {OFFLOAD.name} if _offloads(vllm_config.additional_config) else set()
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None:
+        for connector, role in _connectors(
+            transfer.kv_connector, transfer.kv_role, transfer.kv_connector_extra_config
+        ):
+            if connector == CONNECTOR:
+                parts.add(PREFILL.name if role == "kv_producer" else DECODE.name)
+    return parts
+
+
+def _offloads(options: object) -> bool:
     try:
         return isinstance(options, Mapping) and parse_sparse_offload(options).enabled
     except ConfigError:  # for the platform to refuse, where there is one that reads this section
         return False
+
+
+def _connectors(name: object, role: object, extra: object) -> Iterator[tuple[object, object]]:
+    """(connector, role), and those that it is composed of."""
+    yield name, role
+    inner = extra.get("connectors") if isinstance(extra, Mapping) else None
+    for each in inner if isinstance(inner, list) else []:
+        if isinstance(each, Mapping):
+            yield from _connectors(
+                each.get("kv_connector"), each.get("kv_role", role), each.get("kv_connector_extra_config")
+            )
 
 
 def _register(collector: OffloadCollector) -> None:

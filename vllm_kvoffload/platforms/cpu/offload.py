@@ -12,7 +12,7 @@ from vllm.distributed import get_tp_group
 from vllm_kvoffload.config import SparseOffloadConfig
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.log import get_logger
-from vllm_kvoffload.metrics import StatsChannel
+from vllm_kvoffload.metrics import OFFLOAD, StatsChannel
 from vllm_kvoffload.platforms.cpu.platform import model_geometry, offload_options, prefill_buffers
 from vllm_kvoffload.runtime.cpu import CpuRuntime
 from vllm_kvoffload.sparse.capacity import CapacityPlan
@@ -109,9 +109,8 @@ class CPUOffload:
             barrier=rank_barrier(group.cpu_group) if group.world_size > 1 else None,
             recorder=self._recorder,
         )
-        self._channel = StatsChannel(
-            vllm_config.instance_id, vllm_config.parallel_config.data_parallel_index, group.rank_in_group
-        )
+        dp_rank = vllm_config.parallel_config.data_parallel_index
+        self._channel = StatsChannel(OFFLOAD, vllm_config.instance_id, dp_rank, group.rank_in_group)
         block_tokens = num_blocks * block_size
         indexer_bytes = block_tokens * geometry.indexer_bytes_per_token
         main_bytes = block_tokens * geometry.main_bytes_per_token
