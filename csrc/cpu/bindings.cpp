@@ -299,6 +299,23 @@ void py_host_read(const Tensor& host, const Tensor& block_table, std::int64_t st
   host_read(pool, table, block_table.extent(0), start, count, to);
 }
 
+RangesView ranges_view(const Tensor& ranges, const char* name) {
+  return {data_of<std::int64_t, 2>(ranges, name, {kAny, 2}), ranges.extent(0)};
+}
+
+std::int64_t py_copy_spans(const Tensor& to, const Tensor& source, const Tensor& nbytes, const Tensor& to_ranges,
+                           const Tensor& source_ranges) {
+  SpansView spans{};
+  spans.count = nbytes.extent(0);
+  spans.nbytes = data_of<std::int64_t, 1>(nbytes, "nbytes", {kAny});
+  spans.to = data_of<std::int64_t, 1>(to, "to", {spans.count});
+  spans.from = data_of<std::int64_t, 1>(source, "source", {spans.count});
+  const RangesView writable = ranges_view(to_ranges, "to_ranges");
+  const RangesView readable = ranges_view(source_ranges, "source_ranges");
+  nb::gil_scoped_release release;
+  return copy_spans(spans, writable, readable);
+}
+
 std::vector<std::string> py_available_isas() {
   std::vector<std::string> names;
   for (Isa isa : available_isas()) names.emplace_back(isa_name(isa));
@@ -343,6 +360,8 @@ NB_MODULE(_C, m) {
   m.def("host_write", py_host_write, nb::arg("host"), nb::arg("new_rows"), nb::arg("slot_mapping"));
   m.def("host_read", py_host_read, nb::arg("host"), nb::arg("block_table"), nb::arg("start"), nb::arg("count"),
         nb::arg("dst"));
+  m.def("copy_spans", py_copy_spans, nb::arg("to"), nb::arg("source"), nb::arg("nbytes"), nb::arg("to_ranges"),
+        nb::arg("source_ranges"));
   m.def("set_isa", set_isa, nb::arg("name"));
   m.def("isa", [] { return std::string(isa_name(current_isa())); });
   m.def("available_isas", py_available_isas);

@@ -29,7 +29,57 @@ void collect_request(const HostPoolView& host, const HotPoolView& hot, const Mis
   }
 }
 
+void check_ranges(const char* name, const RangesView& ranges) {
+  std::int64_t last = 0;
+  for (std::int64_t i = 0; i < ranges.count; ++i) {
+    const std::int64_t start = ranges.bounds[2 * i];
+    const std::int64_t end = ranges.bounds[2 * i + 1];
+    require(start >= last && end >= start, name, "[", i, "]: ", start, "..", end,
+            " is reversed, negative, or not behind the one before");
+    last = end;
+  }
+}
+
+// Ranges may touch, but a span must not cross from one to the next: they belong to different objects.
+bool inside(const RangesView& ranges, std::int64_t address, std::int64_t nbytes) {
+  std::int64_t low = 0;
+  std::int64_t high = ranges.count;
+  while (low < high) {  // the first range that starts behind the address
+    const std::int64_t middle = low + (high - low) / 2;
+    if (ranges.bounds[2 * middle] > address) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  if (low == 0) return false;
+  const std::int64_t end = ranges.bounds[2 * low - 1];
+  return address < end && nbytes <= end - address;  // no sum: that could overflow
+}
+
 }  // namespace
+
+std::int64_t copy_spans(const SpansView& spans, const RangesView& to_ranges, const RangesView& from_ranges) {
+  check_ranges("to_ranges", to_ranges);
+  check_ranges("source_ranges", from_ranges);
+  std::int64_t total = 0;
+  for (std::int64_t i = 0; i < spans.count; ++i) {
+    const std::int64_t bytes = spans.nbytes[i];
+    require(bytes > 0, "nbytes[", i, "]: ", bytes, " is not above 0");
+    require(inside(to_ranges, spans.to[i], bytes), "to[", i, "]: ", spans.to[i], "+", bytes,
+            " lies in none of the ", to_ranges.count, " ranges");
+    require(inside(from_ranges, spans.from[i], bytes), "source[", i, "]: ", spans.from[i], "+", bytes,
+            " lies in none of the ", from_ranges.count, " ranges");
+    const std::int64_t gap = spans.to[i] > spans.from[i] ? spans.to[i] - spans.from[i] : spans.from[i] - spans.to[i];
+    require(gap >= bytes, "to[", i, "]: ", spans.to[i], "+", bytes, " overlaps its source");
+    require(!__builtin_add_overflow(total, bytes, &total), "nbytes: their sum is beyond 64 bits");
+  }
+  for (std::int64_t i = 0; i < spans.count; ++i) {
+    std::memcpy(reinterpret_cast<void*>(spans.to[i]), reinterpret_cast<const void*>(spans.from[i]),
+                static_cast<std::size_t>(spans.nbytes[i]));
+  }
+  return total;
+}
 
 std::int64_t dsa_serve(const HostPoolView& host, const HotPoolView& hot, const MissView& misses) {
   require(host.row_bytes == hot.row_bytes, "hot: row of ", hot.row_bytes, " bytes, but the host pool's has ",

@@ -46,4 +46,21 @@ void host_write(const HostPoolView& host, const std::uint8_t* new_rows, const st
 void host_read(const HostPoolView& host, const std::int32_t* block_table, std::int64_t table_width,
                std::int64_t start, std::int64_t count, std::uint8_t* dst);
 
+// Sorted, not overlapping [start, end) of memory that may be touched.
+struct RangesView {
+  const std::int64_t* bounds;  // [count, 2]
+  std::int64_t count;
+};
+
+struct SpansView {
+  const std::int64_t* to;      // [count], addresses
+  const std::int64_t* from;    // [count], addresses
+  const std::int64_t* nbytes;  // [count]
+  std::int64_t count;
+};
+
+// Copies every span, in order, once each is known to lie in one range of either side; returns the bytes copied.
+// Source and destination of one span must not overlap.
+std::int64_t copy_spans(const SpansView& spans, const RangesView& to_ranges, const RangesView& from_ranges);
+
 }  // namespace kvoffload

@@ -295,11 +295,31 @@ class Round {
       gather_reuse(status_.data(), rows_, query_len_, width_ + 1, requests(), lengths_of_.data(), tokens_);
     });
     attempt([&] { conformance(); });
+    attempt([&] { spans(); });
     std::fill(status_.begin(), status_.end(), 0);
     std::fill(tags_.begin(), tags_.end(), -1);
     std::fill(ages_.begin(), ages_.end(), 0);
     std::fill(hands_.begin(), hands_.end(), 0);
     std::fill(high_.begin(), high_.end(), 0);
+  }
+
+  // From the host pool to the hot pool, whose ranges have a gap: mostly inside, now and then anywhere.
+  void spans() {
+    const auto to = reinterpret_cast<std::int64_t>(hot_.data());
+    const auto from = reinterpret_cast<std::int64_t>(host_.data());
+    const auto to_end = static_cast<std::int64_t>(hot_.size());
+    const auto from_end = static_cast<std::int64_t>(host_.size());
+    const std::int64_t to_bounds[] = {to, to + to_end / 3, to + to_end / 3 + 5, to + to_end};
+    const std::int64_t from_bounds[] = {from, from + from_end / 2, from + from_end / 2, from + from_end};
+    std::vector<std::int64_t> columns[3];
+    for (std::int64_t i = below(4); i >= 0; --i) {
+      columns[0].push_back(to + below(to_end + 2) - 1);
+      columns[1].push_back(from + below(from_end + 2) - 1);
+      columns[2].push_back(below(12) ? below(40) : static_cast<std::int64_t>(random_()));
+    }
+    const SpansView view{columns[0].data(), columns[1].data(), columns[2].data(),
+                         static_cast<std::int64_t>(columns[0].size())};
+    copy_spans(view, {to_bounds, 2}, {from_bounds, 2});
   }
 
   std::mt19937_64 random_;

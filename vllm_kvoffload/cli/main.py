@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from vllm_kvoffload.cli import proxy, trace
+from vllm_kvoffload.cli import memcache, proxy, trace
 from vllm_kvoffload.cli import size as sizing
 from vllm_kvoffload.config import ConfigError
 
@@ -23,6 +23,7 @@ app = typer.Typer(
 
 
 app.add_typer(trace.app, name="trace")
+memcache.add_to(app)
 
 
 @app.callback()

@@ -8,6 +8,7 @@ fault. CANN's own plan and install, for comparison, are in :mod:`vllm_kvoffload.
 
 from vllm_kvoffload.ops.native import (
     available_isas,
+    copy_spans,
     dsa_install,
     dsa_plan,
     dsa_serve,
@@ -43,6 +44,7 @@ __all__ = [
     "Residency",
     "Workspace",
     "available_isas",
+    "copy_spans",
     "dsa_install",
     "dsa_plan",
     "dsa_serve",

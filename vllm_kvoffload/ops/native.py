@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_kvoffload.ops import _C
@@ -216,6 +218,29 @@ def host_read(
         ValueError: a wrong type, shape or range; nothing was copied then.
     """
     _C.host_read(host, block_table, start, count, dst)
+
+
+def copy_spans(
+    to: npt.NDArray[np.int64],
+    source: npt.NDArray[np.int64],
+    nbytes: npt.NDArray[np.int64],
+    to_ranges: npt.NDArray[np.int64],
+    source_ranges: npt.NDArray[np.int64],
+) -> int:
+    """Copies spans of raw memory of this process, in order; returns the bytes copied.
+
+    Args:
+        to: int64 [N], addresses. source: int64 [N], addresses. nbytes: int64 [N], above 0.
+        to_ranges: int64 [R, 2], start and end of each piece of memory that may be written, sorted and apart;
+            every span must lie in one of them. The caller vouches for the ranges themselves.
+        source_ranges: int64 [Q, 2], the same for reading.
+
+    Raises:
+        ValueError: a wrong type, shape or range, or a span that overlaps its source; nothing was copied then.
+    """
+    arrays = [np.require(array, requirements=("C", "W")) for array in (to, source, nbytes)]
+    ranges = [np.require(array, requirements=("C", "W")) for array in (to_ranges, source_ranges)]
+    return _C.copy_spans(*arrays, *ranges)
 
 
 def available_isas() -> list[str]:

@@ -51,6 +51,7 @@ NAME_PREFIX = "kvoffload"
 
 _NAME = re.compile(rf"{NAME_PREFIX}-([0-9]+)-([0-9]+)-[0-9a-f]{{32}}")
 _HEADER_BYTES = ALIGNMENT
+_UNNAMED = "(without a name)"
 _MAGIC = "vllm-kvoffload host pool 1"
 _GIB = 1 << 30
 
@@ -107,18 +108,9 @@ class SharedSegment:
 
         Raises HostPoolMemoryError; nothing is left behind then.
         """
-        remove_stale_segments()
-        total_bytes = _HEADER_BYTES + align_up(data_bytes)
-        _check_fits(total_bytes, memory_limits(SHM_DIR))
-        header = _header(data_bytes, description)
-        fd = os.open(SHM_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fd, data = _reserved_file(data_bytes, description)
         try:
-            os.fchmod(fd, 0o600)  # whatever the umask
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            _reserve(fd, total_bytes)
-            os.pwrite(fd, header, 0)
-            data = _map(fd, data_bytes)
-            name = f"{NAME_PREFIX}-{os.getpid()}-{_start_ticks(os.getpid())}-{secrets.token_hex(16)}"
+            name = f"{NAME_PREFIX}-{os.getpid()}-{start_ticks(os.getpid())}-{secrets.token_hex(16)}"
             _give_name(fd, name)
         except BaseException:
             os.close(fd)
@@ -126,6 +118,24 @@ class SharedSegment:
         segment = cls(name, data)
         segment._remove_name = weakref.finalize(segment, _remove_own_name, SHM_DIR / name, fd, os.getpid())
         return segment
+
+    @classmethod
+    def create_unnamed(cls, data_bytes: int, description: str) -> tuple[SharedSegment, int]:
+        """As `create`, without ever giving it a name: others map the file descriptor, which is the caller's.
+
+        Raises HostPoolMemoryError; nothing is left behind then.
+        """
+        fd, data = _reserved_file(data_bytes, description)
+        return cls(_UNNAMED, data), fd
+
+    @classmethod
+    def attach_fd(cls, fd: int, data_bytes: int, description: str) -> SharedSegment:
+        """Map what `create_unnamed` made, in this process or another. `fd` stays the caller's.
+
+        Raises HostPoolAttachError, HostPoolLayoutError (size or description differ from the creator's).
+        """
+        _check_attachable(fd, _UNNAMED, _header(data_bytes, description))
+        return cls(_UNNAMED, _map(fd, data_bytes))
 
     @classmethod
     def attach(cls, name: str, data_bytes: int, description: str) -> SharedSegment:
@@ -173,12 +183,30 @@ class SharedSegment:
         self._data = None
 
 
+def _reserved_file(data_bytes: int, description: str) -> tuple[int, npt.NDArray[np.uint8]]:
+    """(descriptor, mapped data) of a locked file without a name."""
+    remove_stale_segments()
+    total_bytes = _HEADER_BYTES + align_up(data_bytes)
+    _check_fits(total_bytes, memory_limits(SHM_DIR))
+    header = _header(data_bytes, description)
+    fd = os.open(SHM_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(fd, 0o600)  # whatever the umask
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        _reserve(fd, total_bytes)
+        os.pwrite(fd, header, 0)
+        return fd, _map(fd, data_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
 def remove_stale_segments() -> list[str]:
     """Remove segments of this user whose owners are dead; return their names."""
     removed = []
     for name in sorted(os.listdir(SHM_DIR)):
         match = _NAME.fullmatch(name)
-        if match and _start_ticks(int(match[1])) != int(match[2]) and _remove_if_abandoned(SHM_DIR / name):
+        if match and start_ticks(int(match[1])) != int(match[2]) and _remove_if_abandoned(SHM_DIR / name):
             logger.warning("removed host pool %s of process %s, which was killed", name, match[1])
             removed.append(name)
     return removed
@@ -202,7 +230,7 @@ def _remove_if_abandoned(path: Path) -> bool:
         os.close(fd)
 
 
-def _start_ticks(pid: int) -> int | None:
+def start_ticks(pid: int) -> int | None:
     """Start time of a process in clock ticks since boot; None if there is none or it is only a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()

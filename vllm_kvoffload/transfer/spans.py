@@ -112,6 +112,11 @@ class RegionTable:
                 f"regions overlap: {first.address:#x}+{first.nbytes} and {second.address:#x}+{second.nbytes}"
             )
 
+    @property
+    def ranges(self) -> Int64Array:
+        """int64 [R, 2]: start and end of each region, in order."""
+        return np.stack([self._starts, self._ends], axis=1)
+
     def find_outside(self, addresses: Int64Array, nbytes: Int64Array) -> int | None:
         """Number of the first span that lies in no single region, None if there is none."""
         if not len(addresses):

@@ -6,6 +6,7 @@ between calls, scans where the core keeps lists. Arguments are checked by the co
 """
 
 from vllm_kvoffload.ops.oracle.copies import (
+    copy_spans,
     dsa_install,
     dsa_serve,
     dsa_serve_compact,
@@ -26,6 +27,7 @@ from vllm_kvoffload.ops.oracle.plan import (
 __all__ = [
     "VICTIMS",
     "clock_victim",
+    "copy_spans",
     "dsa_install",
     "dsa_plan",
     "dsa_serve",

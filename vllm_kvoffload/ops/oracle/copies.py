@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_kvoffload.ops.types import Kind
@@ -104,3 +108,16 @@ def host_read(
     """Token by token."""
     for i in range(count):
         dst[i] = host_row(host, block_table, start + i)
+
+
+def copy_spans(
+    to: npt.NDArray[np.int64],
+    source: npt.NDArray[np.int64],
+    nbytes: npt.NDArray[np.int64],
+    to_ranges: npt.NDArray[np.int64],  # noqa: ARG001  # checked by the core only
+    source_ranges: npt.NDArray[np.int64],  # noqa: ARG001
+) -> int:
+    """Every span, in order: its bytes go from its source to its destination."""
+    for target, origin, count in zip(to.tolist(), source.tolist(), nbytes.tolist(), strict=True):
+        ctypes.memmove(target, origin, count)
+    return int(nbytes.sum())

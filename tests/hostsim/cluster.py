@@ -1,0 +1,99 @@
+"""A MetaService for tests, started as a user does, and what its clients need."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from vllm_kvoffload.store.memcache_conf import (
+    LOCAL_FILE,
+    LOCAL_VARIABLE,
+    META_FILE,
+    META_VARIABLE,
+    Cluster,
+    Endpoint,
+    render,
+)
+
+READY_S = 60.0
+GONE_S = 10.0
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens at now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [made.getsockname()[1] for made in sockets]
+    for made in sockets:
+        made.close()
+    return ports
+
+
+class MetaCluster:
+    """One MetaService and the files of its cluster, in a folder. Not started at first."""
+
+    def __init__(self, folder: Path, *, protocol: str = "host_shm", dram_size: str = "8MB") -> None:
+        self.folder = folder
+        meta, store, metrics = (Endpoint("127.0.0.1", port) for port in free_ports(3))
+        self.meta = meta
+        cluster = Cluster(meta=meta, config_store=store, metrics=metrics, world_size=16, protocol=protocol,
+                          dram_size=dram_size)  # fmt: skip
+        for name, text in render(cluster).items():
+            (folder / name).write_text(text, encoding="utf-8")
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Of the MetaService and of clients."""
+        return {
+            META_VARIABLE: str(self.folder / META_FILE),
+            LOCAL_VARIABLE: str(self.folder / LOCAL_FILE),
+            "TMPDIR": str(self.folder),
+            "PYTHONHASHSEED": "0",
+        }
+
+    def start(self) -> None:
+        """Returns once it is ready."""
+        command = [sys.executable, "-m", "vllm_kvoffload.cli.main", "meta"]
+        self._process = subprocess.Popen(
+            command, env=os.environ | self.environ, cwd=self.folder, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        watchdog = threading.Timer(READY_S, self.kill)
+        watchdog.start()
+        assert self._process.stdout is not None
+        said = []
+        for line in self._process.stdout:
+            said.append(line)
+            if "MetaService ready" in line:
+                watchdog.cancel()
+                threading.Thread(target=self._process.stdout.read, daemon=True).start()
+                return
+        watchdog.cancel()
+        raise RuntimeError(f"kvoffload meta ended with {self._process.wait()}: {''.join(said)}")
+
+    def signal(self, number: signal.Signals) -> None:
+        """To its process."""
+        assert self._process is not None
+        os.killpg(self._process.pid, number)
+
+    def kill(self) -> None:
+        """Ends it at once. Idempotent."""
+        if self._process is not None and self._process.poll() is None:
+            self.signal(signal.SIGKILL)
+            self._process.wait(GONE_S)
+
+    def wait_until_free(self) -> None:
+        """Until its ports can be had again."""
+        deadline = time.monotonic() + GONE_S
+        while time.monotonic() < deadline:
+            try:
+                socket.create_server((self.meta.host, self.meta.port)).close()
+                return
+            except OSError:
+                time.sleep(0.05)

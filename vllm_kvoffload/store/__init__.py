@@ -1,0 +1,42 @@
+"""KV stores: objects of whole KV blocks that outlive a request, behind one small interface.
+
+Owns: objects, their keys, reservations and leases, and what is evicted. `base` is the interface, `keys` and
+`handshake` keep different caches apart, `local` (one engine's own memory) and `memcache` implement it.
+Never touches: the layout of an object, vLLM's blocks and hashes, nor when a layer is loaded or saved.
+"""
+
+from vllm_kvoffload.store.base import (
+    CopySpans,
+    Direction,
+    ReadObject,
+    Store,
+    StoreError,
+    StoreMismatchError,
+    StoreUnavailableError,
+    WriteObject,
+    WriteRefusal,
+)
+from vllm_kvoffload.store.handshake import Handshake, handshake, require_hash_seed
+from vllm_kvoffload.store.keys import KeySpace
+from vllm_kvoffload.store.registry import BACKENDS, OPTIONS, SHARED_BACKENDS, Role, make_store
+
+__all__ = [
+    "BACKENDS",
+    "OPTIONS",
+    "SHARED_BACKENDS",
+    "CopySpans",
+    "Direction",
+    "Handshake",
+    "KeySpace",
+    "ReadObject",
+    "Role",
+    "Store",
+    "StoreError",
+    "StoreMismatchError",
+    "StoreUnavailableError",
+    "WriteObject",
+    "WriteRefusal",
+    "handshake",
+    "make_store",
+    "require_hash_seed",
+]

@@ -1,0 +1,418 @@
+"""MemCache Hybrid: a pool over the host memory of all engine processes, known by a MetaService.
+
+The layerwise calls of `memcache_hybrid.DistributedObjectStore`: objects are reserved, written and read at
+global addresses, and leased while they are read. The library reports failures as codes and may block for
+minutes when its service is gone, so its control calls run with a deadline on threads of ours. Copies move
+bytes between this process and memory that is mapped already; they run in the caller's thread, which must not
+go on before the library has let go of the memory.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from vllm_kvoffload.config import ConfigError
+from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.store.base import (
+    CopySpans,
+    Direction,
+    Int64Array,
+    ReadObject,
+    StoreError,
+    StoreUnavailableError,
+    WriteObject,
+    WriteRefusal,
+)
+from vllm_kvoffload.store.memcache_conf import LOCAL_VARIABLE, Endpoint, LocalConf, read_local
+from vllm_kvoffload.store.opened import OpenObjects
+from vllm_kvoffload.store.patience import PROBE_S, PatientCalls, ServiceWatch, probe
+from vllm_kvoffload.store.quiet_log import QuietLog
+from vllm_kvoffload.transfer.base import Region
+from vllm_kvoffload.transfer.spans import RegionTable
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+CALL_S = 5.0
+INIT_S = 120.0
+WRITE_LEASE_S = 60.0
+LEASE_MARGIN_S = 5.0
+"""MemCache's leases last this much longer than ours, so that ours end first."""
+FULL_WAIT_S = 0.5
+"""How long an allocation is tried again: eviction goes on in the background."""
+FULL_POLL_S = 0.02
+
+OK, EXISTS, DISCARD = 0, 1, -1
+META_DOWN = -3014
+CODES = {
+    -1: "failed",
+    -2: "memory of another kind than the direction says",
+    -3000: "invalid key or argument",
+    -3007: "no such key",
+    META_DOWN: "the MetaService can't be reached",
+    -3019: "closed",
+    -3101: "not ready to be read",
+    -3102: "no such key",
+}
+_DIRECTIONS = {
+    ("save", "npu"): "L2G",
+    ("load", "npu"): "G2L",
+    ("save", "host"): "H2G",
+    ("load", "host"): "G2H",
+}
+_INSTALL = (
+    "install memfabric_hybrid and memcache_hybrid (pip install memcache-hybrid, or build both from their "
+    "release branches)"
+)
+
+
+def explain(code: object) -> str:
+    """A return code in words."""
+    return f"{code} ({CODES[code]})" if isinstance(code, int) and code in CODES else str(code)
+
+
+class MemcacheStore:
+    """One `DistributedObjectStore`.
+
+    Args:
+        copies: whether this process contributes memory and copies; the scheduler's doesn't.
+        device_id: accelerator of this process. environ: where MMC_LOCAL_CONFIG_PATH stands.
+        library: stands for `memcache_hybrid` in tests. timeout_s: of a control call.
+
+    Raises:
+        ConfigError: MMC_LOCAL_CONFIG_PATH or its file can't work.
+        StoreUnavailableError: the package is missing, the MetaService is down, or its start failed.
+    """
+
+    name = "memcache"
+
+    def __init__(
+        self,
+        *,
+        copies: bool = True,
+        device_id: int = 0,
+        environ: Mapping[str, str] = os.environ,
+        library: Any = None,
+        timeout_s: float = CALL_S,
+    ) -> None:
+        self._conf = _local_conf(environ)
+        self._library = library or _load()
+        self._copies = copies
+        self._timeout_s = timeout_s
+        self._log = QuietLog(__name__)
+        self._lock = threading.Lock()
+        self._reads, self._writes = OpenObjects(), OpenObjects()
+        self._regions: list[Region] = []
+        self._table = RegionTable([])
+        self._last_handle = 0
+        self._losses = 0
+        self._calls = PatientCalls("kvoffload-memcache")
+        self._closed = False
+        self._client = self._start(device_id)
+        meta = self._conf.meta
+        self._watch = ServiceWatch(meta.host, meta.port, self._check_ready)
+
+    def _start(self, device_id: int) -> Any:
+        for what, endpoint in (("MetaService", self._conf.meta), ("config store", self._conf.config_store)):
+            _require_service(what, endpoint)
+        client = self._library.DistributedObjectStore()
+        try:
+            code = self._calls.run(lambda: client.init(device_id, self._copies), INIT_S)
+        except TimeoutError as error:
+            raise StoreUnavailableError(
+                f"memcache: its start took more than {INIT_S:g} s: {error}"
+            ) from error
+        if code != OK:
+            raise StoreUnavailableError(
+                f"memcache: DistributedObjectStore.init(device {device_id}) returned {explain(code)}; check "
+                f"{LOCAL_VARIABLE}, that world_size ({self._conf.world_size}) is not used up, the NPU "
+                "driver, and free host memory"
+            )
+        return client
+
+    # ------------------------------------------------------------------------------------------ interface
+
+    def register(self, regions: Sequence[Region]) -> None:
+        with self._lock:
+            try:
+                self._table = RegionTable([*self._regions, *regions])
+            except ValueError as error:
+                raise StoreError(f"register: {error}") from error
+            self._regions.extend(regions)
+        for region in regions if self._copies else ():
+            code = self._control("register_buffer", region.address, region.nbytes)
+            if code not in (OK, None):
+                raise StoreError(
+                    f"memcache: register_buffer of {region.nbytes} bytes returned {explain(code)}"
+                )
+
+    def lookup(self, keys: Sequence[str]) -> int:
+        try:
+            states = self._per_key("batch_is_exist", keys)
+        except StoreError as error:
+            self._log.warning("lookup", f"counted as no hit: {error}")
+            return 0
+        run = 0
+        while run < len(keys) and states[run] == EXISTS:
+            run += 1
+        return run
+
+    def open_read(self, keys: Sequence[str], lease_s: float) -> list[ReadObject | None]:
+        # The lease comes first: an object found before it might be another one by then.
+        losses, deadline = self._losses_now(), time.monotonic() + lease_s
+        leased = [
+            code == OK
+            for code in self._per_key("batch_add_lease", keys, int((lease_s + LEASE_MARGIN_S) * 1000))
+        ]
+        wanted = [key for key, good in zip(keys, leased, strict=True) if good]
+        found = iter(self._per_key("batch_get_key_info", wanted))
+        opened: list[ReadObject | None] = []
+        with self._lock:
+            self._begin(losses)
+            for key, good in zip(keys, leased, strict=True):
+                place = _place(next(found)) if good else None
+                opened.append(None if place is None else ReadObject(key, *place, self._next_handle()))
+            for object_ in opened:
+                if object_ is not None:
+                    self._reads.add(object_.handle, object_.address, object_.nbytes, deadline)
+        return opened
+
+    def close_read(self, objects: Sequence[ReadObject]) -> None:
+        with self._lock:
+            known = set(self._reads.remove(object_.handle for object_ in objects))
+        keys = [object_.key for object_ in objects if object_.handle in known]
+        try:
+            self._per_key("batch_remove_lease", keys)
+        except StoreError as error:
+            self._log.warning("close", f"objects stay leased to the end of their leases: {error}")
+
+    def open_write(self, keys: Sequence[str], nbytes: int) -> list[WriteObject | WriteRefusal]:
+        if nbytes < 1:
+            raise StoreError(f"an object of {nbytes} bytes: expected at least 1")
+        losses, deadline = self._losses_now(), time.monotonic() + WRITE_LEASE_S
+        distinct = list(dict.fromkeys(keys))
+        states = self._per_key("batch_is_exist", distinct)
+        new = [key for key, state in zip(distinct, states, strict=True) if state != EXISTS]
+        addresses, taken = self._reserve(new, nbytes)
+        made: dict[str, WriteObject | WriteRefusal] = {
+            key: WriteRefusal.FULL for key in new if key not in addresses and key not in taken
+        }
+        with self._lock:
+            self._begin(losses)
+            for key, address in addresses.items():
+                object_ = made[key] = WriteObject(key, address, nbytes, self._next_handle())
+                self._writes.add(object_.handle, address, nbytes, deadline)
+        # A key that is twice in one call is written once.
+        return [made.pop(key, WriteRefusal.EXISTS) for key in keys]
+
+    def finish_write(self, objects: Sequence[WriteObject], ok: Sequence[bool]) -> list[bool]:
+        now = time.monotonic()
+        with self._lock:
+            self._begin(self._losses_now())
+            current = set(self._writes.live(now))
+            known = set(self._writes.remove(object_.handle for object_ in objects))
+        sent = [
+            (object_, good and object_.handle in current)
+            for object_, good in zip(objects, ok, strict=True)
+            if object_.handle in known
+        ]
+        codes = self._per_key(
+            "batch_write_finish",
+            [object_.key for object_, _ in sent],
+            [OK if good else DISCARD for _, good in sent],
+        )
+        published = {
+            object_.handle for (object_, good), code in zip(sent, codes, strict=True) if good and code == OK
+        }
+        return [object_.handle in published for object_ in objects]
+
+    def copy(self, spans: CopySpans, direction: Direction) -> None:
+        if not self._copies:
+            raise StoreError("this client of memcache was made without memory: it can't copy")
+        losses = self._require_up()
+        with self._lock:
+            self._begin(losses)
+            view = (self._writes if direction == "save" else self._reads).view()
+            table, regions = self._table, list(self._regions)
+        for what, known, addresses in (
+            ("object", view.table, spans.object_address),
+            ("local", table, spans.local_address),
+        ):
+            bad = known.find_outside(addresses, spans.nbytes)
+            if bad is not None:
+                where = f"{int(addresses[bad]):#x}+{int(spans.nbytes[bad])}"
+                raise StoreError(f"{direction}: span {bad}: {what} memory {where} is not open or registered")
+        deadline = view.first_deadline(spans.object_address)
+        if time.monotonic() >= deadline:
+            raise StoreError(f"{direction}: the lease of an object has ended")
+        for device, chosen in _by_device(spans.local_address, regions):
+            self._copy(spans, chosen, direction, device)
+        # Evicted, or forgotten by a MetaService that started anew: what was read is not to be trusted.
+        if time.monotonic() >= deadline or self._losses_now() != losses:
+            raise StoreError(f"{direction}: the lease of an object ended during the copy")
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._reads.clear()
+            self._writes.clear()
+        self._watch.close()
+        try:
+            self._calls.run(self._client.close, self._timeout_s)
+        except Exception as error:
+            logger.warning("memcache: closing: %s", error)
+        self._calls.close()
+
+    # ------------------------------------------------------------------------------------------- internals
+
+    def _reserve(self, keys: Sequence[str], nbytes: int) -> tuple[dict[str, int], set[str]]:
+        """Addresses for all keys that nobody else took, or for none; and those that somebody took."""
+        addresses: dict[str, int] = {}
+        taken: set[str] = set()
+        end = time.monotonic() + FULL_WAIT_S
+        missing = list(keys)
+        while missing:
+            found = self._per_key("batch_alloc", missing, [nbytes] * len(missing))
+            addresses |= {key: int(at) for key, at in zip(missing, found, strict=True) if at and at > 0}
+            missing = [key for key in missing if key not in addresses]
+            if not missing:
+                break
+            states = self._per_key("batch_is_exist", missing)
+            taken |= {key for key, state in zip(missing, states, strict=True) if state == EXISTS}
+            missing = [key for key in missing if key not in taken]
+            if missing and time.monotonic() > end:
+                self._discard(list(addresses))
+                return {}, taken
+            time.sleep(FULL_POLL_S)
+        return addresses, taken
+
+    def _discard(self, keys: Sequence[str]) -> None:
+        try:
+            self._per_key("batch_write_finish", keys, [DISCARD] * len(keys))
+        except StoreError as error:
+            self._log.warning("discard", f"reservations stay until MemCache gives them up: {error}")
+
+    def _copy(self, spans: CopySpans, chosen: Any, direction: Direction, device: str) -> None:
+        code = self._client.batch_copy(
+            spans.object_address[chosen].tolist(),
+            spans.local_address[chosen].tolist(),
+            spans.nbytes[chosen].tolist(),
+            int(getattr(self._library, _DIRECTIONS[direction, device]).value),
+        )
+        if code not in (OK, None):
+            raise StoreError(f"memcache: batch_copy ({direction}) returned {explain(code)}")
+
+    def _per_key(self, name: str, keys: Sequence[str], *arguments: Any) -> list[Any]:
+        """One result for each key. Raises StoreError."""
+        if not keys:
+            return []
+        results = self._control(name, list(keys), *arguments)
+        if not isinstance(results, list) or len(results) != len(keys):
+            raise StoreError(f"memcache: {name} of {len(keys)} keys answered {results!r:.80}")
+        if META_DOWN in results:
+            self._watch.lose(f"{name} returned {explain(META_DOWN)}")
+            raise self._unavailable()
+        return results
+
+    def _control(self, name: str, *arguments: Any) -> Any:
+        self._require_up()
+        return self._patient(name, lambda: getattr(self._client, name)(*arguments))
+
+    def _patient(self, name: str, call: Callable[[], T]) -> T:
+        try:
+            return self._calls.run(call, self._timeout_s)
+        except TimeoutError as error:
+            self._watch.lose(f"{name}: {error}")
+            raise self._unavailable() from error
+
+    def _check_ready(self) -> None:
+        """Raises StoreError: the MetaService does not answer yet."""
+        if self._closed:
+            raise StoreError("closed in this process")
+        try:
+            (state,) = self._calls.run(lambda: self._client.batch_is_exist(["kvoffload"]), self._timeout_s)
+        except TimeoutError as error:
+            raise StoreError(str(error)) from error
+        if state not in (OK, EXISTS):
+            raise StoreError(f"batch_is_exist returned {explain(state)}")
+
+    def _losses_now(self) -> int:
+        return self._watch.losses
+
+    def _require_up(self) -> int:
+        losses = self._losses_now()
+        if self._closed or self._watch.down:
+            raise self._unavailable()
+        return losses
+
+    def _unavailable(self) -> StoreUnavailableError:
+        if self._closed:
+            return StoreUnavailableError("memcache: closed in this process")
+        return StoreUnavailableError(
+            f"memcache: MetaService {self._conf.meta.url}: {self._watch.down or 'lost'}; see that it runs "
+            "(kvoffload meta); it is tried again in the background"
+        )
+
+    def _begin(self, losses: int) -> None:
+        """With the lock held: what was open before the service was lost is void."""
+        if losses > self._losses:
+            self._losses = losses
+            self._reads.clear()
+            self._writes.clear()
+        if losses < self._losses:
+            raise StoreUnavailableError("memcache: the MetaService was lost meanwhile")
+
+    def _next_handle(self) -> int:
+        self._last_handle += 1
+        return self._last_handle
+
+
+def _place(info: Any) -> tuple[int, int] | None:
+    """(address, bytes) of a stored object, None for one that is gone."""
+    nbytes, addresses = int(info.size()), list(info.gva_list())
+    return (int(addresses[0]), nbytes) if nbytes > 0 and addresses and addresses[0] > 0 else None
+
+
+def _by_device(addresses: Int64Array, regions: Sequence[Region]) -> list[tuple[str, Any]]:
+    """Which spans lie in regions of which device; all addresses lie in some region."""
+    ordered = sorted(regions, key=lambda region: region.address)
+    starts = np.array([region.address for region in ordered], dtype=np.int64)
+    at = np.searchsorted(starts, addresses, side="right") - 1
+    devices = np.array([region.device for region in ordered])[at] if ordered else np.array([])
+    return [(str(device), np.flatnonzero(devices == device)) for device in np.unique(devices)]
+
+
+def _local_conf(environ: Mapping[str, str]) -> LocalConf:
+    path = environ.get(LOCAL_VARIABLE)
+    if not path:
+        rule = "the memcache backend reads its configuration from that file"
+        raise ConfigError(LOCAL_VARIABLE, path, rule, "write one with kvoffload conf, and export its path")
+    return read_local(Path(path))
+
+
+def _require_service(what: str, endpoint: Endpoint) -> None:
+    # The library's own start would wait for minutes.
+    try:
+        probe(endpoint.host, endpoint.port, PROBE_S).close()
+    except OSError as error:
+        raise StoreUnavailableError(
+            f"memcache: no {what} at {endpoint.url}: {error}; start it first: kvoffload meta"
+        ) from error
+
+
+def _load() -> Any:
+    try:
+        return import_module("memcache_hybrid")
+    except (ImportError, OSError) as error:  # OSError: a library that it links to is missing
+        raise StoreUnavailableError(f"backend memcache: {error}; {_INSTALL}") from error
