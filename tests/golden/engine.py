@@ -240,7 +240,7 @@ class EngineUnderTest:
 def poison(worker: Any) -> None:
     """Puts NaN wherever the offload keeps rows."""
     manager = worker.model_runner.offload.manager
-    for rows in (*manager.store.layers, *manager.hot.layers, manager.prefill._buffers):
+    for rows in (*manager.store.layers, *manager.hot.layers, *manager.prefill._buffers):
         rows.fill_(255)
 
 

@@ -76,7 +76,7 @@ def test_a_wait_that_does_not_happen(offloading, monkeypatch, what):
     elif what == "prefill load":
         monkeypatch.setattr("vllm_kvoffload.runtime.cpu.CpuEvent.wait", lambda *_: None)
     else:  # every job in the buffer that the first one still uses
-        monkeypatch.setattr(manager.prefill, "_buffers", manager.prefill._buffers[:1].expand(2, -1, -1))
+        monkeypatch.setattr(manager.prefill, "_buffers", manager.prefill._buffers[:1] * 2)
     monkeypatch.setattr(slow._lane, "_delays", SlowStart())
     wrong = under_test.run(JOBS)
     monkeypatch.undo()

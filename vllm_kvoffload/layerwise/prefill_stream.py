@@ -8,14 +8,15 @@ the indexer's choice is the row number. While job ``j`` attends, the loads of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from vllm_kvoffload import ops
 from vllm_kvoffload.runtime.base import Event, Runtime, TaskFailedError
 from vllm_kvoffload.sparse.host_store import HostStore
+from vllm_kvoffload.sparse.row_ops import Rows
 
 STREAM = "h2d"
 
@@ -41,11 +42,13 @@ class PrefillStream:
     Args:
         store: the host pool.
         runtime: owner of the load stream.
-        buffers: uint8 [num_buffers, max_tokens, row_bytes] device memory.
+        buffers: rows [max_tokens] on the device, each.
         deadline_s: bound of every wait.
     """
 
-    def __init__(self, store: HostStore, runtime: Runtime, buffers: torch.Tensor, deadline_s: float) -> None:
+    def __init__(
+        self, store: HostStore, runtime: Runtime, buffers: Sequence[Rows], deadline_s: float
+    ) -> None:
         self.bytes_loaded = 0
         self._store = store
         self._compute = runtime.current_stream()
@@ -85,8 +88,8 @@ class PrefillStream:
         if self._next < self._num_jobs:
             self._stream.recover()
 
-    def open(self, layer: int, index: int) -> torch.Tensor:
-        """Buffer, uint8 [max_tokens, row_bytes], with the prefix of the step's ``index``-th request.
+    def open(self, layer: int, index: int) -> Rows:
+        """Buffer, rows [max_tokens] as bytes, with the prefix of the step's ``index``-th request.
 
         Raises:
             RuntimeError: out of order, or there are no buffers.
@@ -121,7 +124,7 @@ class PrefillStream:
     @property
     def nbytes(self) -> int:
         """Device bytes of the buffers."""
-        return self._buffers.numel()
+        return sum(len(buffer) * self._store.row_ops.row_bytes(buffer) for buffer in self._buffers)
 
     @property
     def _num_jobs(self) -> int:
@@ -137,11 +140,10 @@ class PrefillStream:
         request = self._requests[index]
         if not request.computed:
             return
-        target = self._buffers[job % len(self._buffers)][: request.computed]
-        source = self._store.layers[layer]
+        target = self._buffers[job % len(self._buffers)]
+        source, row_ops = self._store.layers[layer], self._store.row_ops
         self._stream.wait_event(self._compute.record("the buffer's last use"))
-        self._stream.submit(
-            ops.host_read, source, request.blocks, 0, request.computed, target, label=f"load layer {layer}"
-        )
+        label = f"load layer {layer}"
+        self._stream.submit(row_ops.host_read, source, request.blocks, request.computed, target, label=label)
         self._loaded[job] = self._stream.record(f"prefix of layer {layer}, prefill request {index}")
-        self.bytes_loaded += target.numel()
+        self.bytes_loaded += request.computed * row_ops.row_bytes(target)

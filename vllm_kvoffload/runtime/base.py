@@ -3,9 +3,9 @@
 A *stream* runs the work given to it in order; two streams are ordered only by events. An *event* marks a
 point of one stream and is recorded once; since it exists only after `record()`, a wait can only name
 earlier work and no cycle of waits can be built. The same program runs on every runtime: on CPU a stream is
-a thread that calls the submitted functions, on an NPU submitting calls the function at once with the device
-stream current. So a submitted function must do nothing but its copies or kernels, and its arguments belong
-to the stream until an event says otherwise.
+a thread that calls the submitted functions, on an NPU a thread with a device stream of its own current. So a
+submitted function must do nothing but its copies or kernels, and its arguments belong to the stream until an
+event says otherwise.
 
 Failures: a task that raises poisons its stream. Later tasks of that stream do not run, events recorded
 later carry the failure, a stream that waits for such an event is poisoned too, and whoever waits for any of

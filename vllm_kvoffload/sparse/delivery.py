@@ -16,6 +16,7 @@ from vllm_kvoffload.runtime.base import Runtime
 from vllm_kvoffload.sparse.host_store import HostStore
 from vllm_kvoffload.sparse.hot_pool import GroupPool, HotPool
 from vllm_kvoffload.sparse.prefetch import FollowerPrefetch, fetch_misses
+from vllm_kvoffload.sparse.row_ops import Rows
 from vllm_kvoffload.sparse.rows import RowTable
 from vllm_kvoffload.sparse.stats import OffloadStats
 from vllm_kvoffload.sparse.step_state import StepState
@@ -40,10 +41,10 @@ class Delivery(Protocol):
         """Plans a group's step. ``topk``: int32 [T', K], the choices of the decoding query tokens."""
 
     def deliver(
-        self, layer: int, pool: GroupPool, new_rows: torch.Tensor, step: StepState
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows uint8 [N, row_bytes] for attention, and where in them every chosen position is, int64 [T', K],
-        -1 for none. ``new_rows``: uint8 [T', row_bytes], which nobody changes any more.
+        self, layer: int, pool: GroupPool, new_rows: Rows, step: StepState
+    ) -> tuple[Rows, torch.Tensor]:
+        """Rows for attention, as bytes, and where in them every chosen position is, int64 [T', K] of flat
+        numbers, -1 for none. ``new_rows``: [T'] as bytes, which nobody changes any more.
 
         Raises:
             TaskFailedError, WaitTimeoutError: rows are missing.
@@ -97,8 +98,8 @@ class InPlaceDelivery:
         count_plan(self._parts.stats, self._plan)
 
     def deliver(
-        self, layer: int, pool: GroupPool, new_rows: torch.Tensor, step: StepState
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, layer: int, pool: GroupPool, new_rows: Rows, step: StepState
+    ) -> tuple[Rows, torch.Tensor]:
         store, hot, plan = self._parts.store, self._parts.hot, self._plan
         fetched = self._prefetch.take(layer)
         if fetched is None:
@@ -109,9 +110,9 @@ class InPlaceDelivery:
         if layer == pool.group.owner and not step.decode_late:  # a late prefix isn't in the host pool yet
             self._prefetch.start(pool.group.layers[1:], plan, step)
         rows = hot.layers[layer]
-        ops.write_rows(rows, step.token_rows, new_rows, plan.new_slots[: len(new_rows)])
+        store.row_ops.write_rows(rows, step.token_rows, new_rows, plan.new_slots[: len(step.token_rows)])
         pool.unserved -= 1
-        return rows.flatten(0, 1), self._indices
+        return rows, self._indices
 
     def join(self) -> bool:
         self._prefetch.join()

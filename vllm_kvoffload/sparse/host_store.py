@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_kvoffload import ops
 from vllm_kvoffload.runtime.base import Event, Runtime
+from vllm_kvoffload.sparse.row_ops import RowOps, Rows, TensorRows
 
 STREAM = "d2h"
 
@@ -25,23 +25,26 @@ class HostStore:
     """The host pool's rows by layer, and who may read them when.
 
     Args:
-        layers: for each layer uint8 [num_blocks, block_size, row_bytes] in host memory.
+        layers: for each layer the rows [num_blocks, block_size] in host memory.
         runtime: owner of the write stream.
         writer: whether this rank writes (TP rank 0) or only reads.
         barrier: collective over the TP ranks, None for a single rank.
         deadline_s: bound of every wait.
+        row_ops: how rows are moved, None for uint8 tensors [num_blocks, block_size, row_bytes].
     """
 
     def __init__(
         self,
-        layers: list[torch.Tensor],
+        layers: list[Rows],
         runtime: Runtime,
         *,
         writer: bool,
         barrier: Callable[[], None] | None,
         deadline_s: float,
+        row_ops: RowOps | None = None,
     ) -> None:
         self.layers = layers
+        self.row_ops = row_ops or TensorRows(layers[0].shape[-1])
         self.bytes_written = 0
         self._compute = runtime.current_stream()
         self._stream = runtime.stream(STREAM)
@@ -60,8 +63,8 @@ class HostStore:
         for layer in range(len(self.layers)):
             self.await_own_writes(layer)
 
-    def write(self, layer: int, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Queues the step's new rows of a layer, uint8 [T, row_bytes], which nobody may change any more.
+    def write(self, layer: int, rows: Rows, slot_mapping: torch.Tensor) -> None:
+        """Queues the step's new rows of a layer, [T] as bytes, which nobody may change any more.
 
         ``slot_mapping``, int64 [T], is copied: vLLM fills that buffer with the next step's slots before it
         gets to :meth:`begin_step`.
@@ -70,9 +73,10 @@ class HostStore:
             return
         slots = slot_mapping.clone()
         self._stream.wait_event(self._compute.record("new rows"))
-        self._stream.submit(ops.host_write, self.layers[layer], rows, slots, label=f"write layer {layer}")
+        host, label = self.layers[layer], f"write layer {layer}"
+        self._stream.submit(self.row_ops.host_write, host, rows, slots, label=label)
         self._written[layer] = self._stream.record(f"host rows of layer {layer}")
-        self.bytes_written += rows.numel()
+        self.bytes_written += len(slots) * self.row_ops.row_bytes(rows)
 
     def await_own_writes(self, layer: int) -> None:
         """Waits for this rank's writes of a layer so far."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from vllm_kvoffload import ops
 from vllm_kvoffload.geometry import IndexGroup, KVGeometry
+from vllm_kvoffload.sparse.row_ops import RowOps, TensorRows
 
 
 @dataclass
@@ -26,13 +25,14 @@ class GroupPool:
 
 
 class HotPool:
-    """Hot rows, uint8 [R, P, row_bytes] for every layer, and the groups' residencies.
+    """Hot rows [R, P] of every layer, and the groups' residencies.
 
     Args:
         geometry: layers and groups.
         num_rows: R, most requests that decode at once.
         num_slots: P, slots of a row.
         ways: W. policy: name of the replacement policy.
+        row_ops: how rows are kept, None for plain memory.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class HotPool:
         num_slots: int,
         ways: int,
         policy: ops.Policy,
+        row_ops: RowOps | None = None,
     ) -> None:
         self.num_slots = num_slots
-        self.layers = [
-            torch.zeros((num_rows, num_slots, geometry.main_row_bytes), dtype=torch.uint8)
-            for _ in range(geometry.num_layers)
-        ]
+        row_ops = row_ops or TensorRows(geometry.main_row_bytes)
+        self.layers = [row_ops.zeros(num_rows, num_slots) for _ in range(geometry.num_layers)]
+        self._row_nbytes = geometry.num_layers * num_rows * num_slots * geometry.main_row_bytes
         self.groups = [
             GroupPool(group, ops.Residency.allocate(num_rows, num_slots, ways, policy))
             for group in geometry.groups
@@ -68,4 +68,4 @@ class HotPool:
     @property
     def nbytes(self) -> int:
         """Device bytes of the hot rows and of the residencies."""
-        return sum(t.numel() for t in self.layers) + sum(p.residency.nbytes for p in self.groups)
+        return self._row_nbytes + sum(p.residency.nbytes for p in self.groups)

@@ -25,6 +25,7 @@ from vllm_kvoffload.sparse.host_store import HostStore
 from vllm_kvoffload.sparse.hot_pool import GroupPool, HotPool
 from vllm_kvoffload.sparse.offloaded import OffloadedKV
 from vllm_kvoffload.sparse.paged import PagedKV
+from vllm_kvoffload.sparse.row_ops import RowOps, Rows, TensorRows
 from vllm_kvoffload.sparse.rows import RowLease, RowTable
 from vllm_kvoffload.sparse.stats import OffloadStats
 from vllm_kvoffload.sparse.step import StepBatch
@@ -43,11 +44,13 @@ class SparseKVManager:
         config: validated options.
         max_num_seqs: most requests in a step; max_model_len: longest request, tokens.
         prefill_buffers: buffers that prefill streams through; 0 where no prefill reads the host pool.
-        host_layers: for each layer uint8 [num_blocks, block_size, row_bytes] of the host pool.
+        host_layers: for each layer the rows [num_blocks, block_size] of the host pool.
+        block_size: tokens of a block; None takes it from the shape of uint8 host rows.
         runtime: streams for the copies.
         writer: whether this rank writes the host pool.
         barrier: collective over TP ranks, None for one.
         recorder: gets the decoding requests' choices, None for nobody.
+        row_ops: how rows are kept and moved, None for uint8 tensors in plain memory.
     """
 
     def __init__(
@@ -58,14 +61,17 @@ class SparseKVManager:
         max_num_seqs: int,
         max_model_len: int,
         prefill_buffers: int,
-        host_layers: list[torch.Tensor],
+        host_layers: list[Rows],
+        block_size: int | None = None,
         runtime: Runtime,
         writer: bool = True,
         barrier: Callable[[], None] | None = None,
         recorder: TraceRecorder | None = None,
         deadline_s: float = DEADLINE_S,
+        row_ops: RowOps | None = None,
     ) -> None:
         self.geometry = geometry
+        row_ops = row_ops or TensorRows(geometry.main_row_bytes)
         self.max_query_len = 1 + geometry.num_speculative_tokens
         self._recorder = recorder
         self._stats = OffloadStats()
@@ -76,13 +82,16 @@ class SparseKVManager:
             num_slots=config.topk_buffer_size,
             ways=config.ways,
             policy=cast(ops.Policy, config.policy),  # validated by config
+            row_ops=row_ops,
         )
-        self.store = HostStore(host_layers, runtime, writer=writer, barrier=barrier, deadline_s=deadline_s)
+        self.store = HostStore(
+            host_layers, runtime, writer=writer, barrier=barrier, deadline_s=deadline_s, row_ops=row_ops
+        )
         parts = DecodeParts(self.store, self.hot, self.rows, runtime, self._stats, deadline_s)
         self.delivery = self._make_delivery(config, parts, max_model_len)
-        block_size = host_layers[0].shape[1]
+        block_size = block_size or int(host_layers[0].shape[1])
         buffer_tokens = -(-max_model_len // block_size) * block_size
-        buffers = torch.zeros((prefill_buffers, buffer_tokens, geometry.main_row_bytes), dtype=torch.uint8)
+        buffers = [row_ops.zeros(buffer_tokens) for _ in range(prefill_buffers)]
         self.prefill = PrefillStream(self.store, runtime, buffers, deadline_s)
         self._streams_prefill = prefill_buffers > 0
         self._seen: set[str] = set()
@@ -268,7 +277,8 @@ class SparseKVManager:
         group = self.geometry.group_of(layer)
         pool = self.hot.groups[group.index]
         if group.owner == layer:
-            step, chosen = self.step, topk[self.step.decode_tokens]
+            step = self.step
+            chosen = topk.index_select(0, step.decode_tokens.to(topk.device)).cpu()
             if self._recorder is not None:
                 self._recorder.record(
                     group.index, chosen, step.decode_start_loc, step.decode_seq_lens, step.decode_ids

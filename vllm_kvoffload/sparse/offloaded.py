@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_kvoffload.sparse.paged import PagedKV, physical_rows
+from vllm_kvoffload.sparse.row_ops import Rows
 from vllm_kvoffload.sparse.step import AttendPart, StepBatch
 
 if TYPE_CHECKING:
@@ -31,13 +32,14 @@ class OffloadedKV:
         self._manager = manager
         self._layer = layer
         self._device = device
-        self._new_rows = _NO_ROWS
+        self._row_ops = manager.store.row_ops
+        self._new_rows: Rows = _NO_ROWS
 
-    def append(self, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def append(self, rows: Rows, slot_mapping: torch.Tensor) -> None:
         self._new_rows = rows
         if self._device is not None:
             self._device.append(rows, slot_mapping)
-        self._manager.store.write(self._layer, rows.view(torch.uint8), slot_mapping)
+        self._manager.store.write(self._layer, self._row_ops.as_bytes(rows), slot_mapping)
 
     def parts(self, topk: torch.Tensor, batch: StepBatch) -> Iterator[AttendPart]:
         step = self._manager.step
@@ -50,9 +52,10 @@ class OffloadedKV:
                 tables = batch.block_table[span.request].expand(len(tokens), -1)
                 yield AttendPart(tokens, self._device.rows, physical_rows(choice, tables, batch.block_size))
                 continue
-            rows = self._manager.prefill.open(self._layer, index).view(self._new_rows.dtype)
-            rows[span.computed : span.length] = self._new_rows[span.start : span.stop]
-            yield AttendPart(tokens, rows[: span.length], choice)
+            buffer, fresh = self._manager.prefill.open(self._layer, index), slice(span.start, span.stop)
+            self._row_ops.place(buffer, span.computed, self._row_ops.as_bytes(self._new_rows), fresh)
+            rows = self._row_ops.attended(buffer, self._new_rows)
+            yield AttendPart(tokens, rows, choice, length=span.length)
             # Not in a `finally`: there is nothing to load ahead for a step whose attention failed.
             self._manager.prefill.close()
         self._new_rows = _NO_ROWS  # 78 layers' rows of a long prefill are as big as what offload saves
@@ -61,9 +64,10 @@ class OffloadedKV:
     def _decode_part(self, topk: torch.Tensor, batch: StepBatch) -> AttendPart:
         manager, step = self._manager, self._manager.step
         pool = manager.plan_group(self._layer, topk)
-        new_rows = self._new_rows[step.decode_tokens].view(torch.uint8)
+        new_rows = self._row_ops.take(self._row_ops.as_bytes(self._new_rows), step.decode_tokens)
         rows, indices = manager.delivery.deliver(self._layer, pool, new_rows, step)
-        part = AttendPart(step.decode_tokens, rows.view(self._new_rows.dtype), indices)
+        attended = self._row_ops.attended(rows, self._new_rows)
+        part = AttendPart(step.decode_tokens, attended, indices, step.token_rows)
         if self._device is not None:
             self._compare(part, topk, batch)
         return part

@@ -25,15 +25,8 @@ def fetch_misses(
     store: HostStore, hot: HotPool, layer: int, step: StepState, plan: ops.PlanOut, rows: torch.Tensor
 ) -> int:
     """Brings a plan's misses of one layer into their slots; returns the bytes. Negative rows are skipped."""
-    return ops.dsa_serve(
-        store.layers[layer],
-        hot.layers[layer],
-        step.decode_block_table,
-        rows,
-        plan.miss_ids,
-        plan.miss_slots,
-        plan.miss_counts,
-    )
+    host, slots = store.layers[layer], hot.layers[layer]
+    return store.row_ops.serve(host, slots, step.decode_block_table, rows, plan)
 
 
 class FollowerPrefetch:

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_kvoffload.sparse.row_ops import Rows
+
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -59,20 +61,25 @@ class AttendPart:
 
     Attributes:
         tokens: int64 [t], query tokens of the step.
-        rows: [N, D] key rows.
+        rows: [N, D] key rows, or as the platform keeps them.
         indices: int [t, K] row of every chosen position, -1 where there is none.
+        pool_rows: int32 [t], where the rows are a hot pool: the pool's row that a token's indices lie in.
+            None where they are one request's rows by position.
+        length: where they are one request's: its length in tokens.
     """
 
     tokens: torch.Tensor
-    rows: torch.Tensor
+    rows: Rows
     indices: torch.Tensor
+    pool_rows: torch.Tensor | None = None
+    length: int = 0
 
 
 class LayerKV(Protocol):
     """The main KV of one layer, wherever it lives."""
 
-    def append(self, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Takes the step's new rows, [T, D]. The callee owns ``rows`` from here on."""
+    def append(self, rows: Rows, slot_mapping: torch.Tensor) -> None:
+        """Takes the step's new rows, [T, D] or as the platform keeps them. They are the callee's then."""
 
     def parts(self, topk: torch.Tensor, batch: StepBatch) -> Iterator[AttendPart]:
         """The step's query tokens with the rows of their choice, int32 [T, K] positions, -1 padded.

@@ -12,20 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms.cpu import CpuPlatform
 
-from vllm_kvoffload.config import (
-    GIB,
-    SECTION,
-    ConfigError,
-    EngineFacts,
-    SparseOffloadConfig,
-    parse_sparse_offload,
-    validate_sparse_offload,
-)
-from vllm_kvoffload.connectors.sfa_remote_d2h.config import CONNECTOR, parse_remote_d2h
-from vllm_kvoffload.connectors.sfa_remote_d2h.ports import check_ports
+from vllm_kvoffload.config import GIB, SECTION, ConfigError, SparseOffloadConfig, validate_sparse_offload
 from vllm_kvoffload.geometry import KVGeometry
+from vllm_kvoffload.platforms import engine
 from vllm_kvoffload.platforms.refusal import refuse
-from vllm_kvoffload.sparse.capacity import CapacityInputs, CapacityPlan, plan_capacity
+from vllm_kvoffload.sparse.capacity import CapacityPlan
 from vllm_kvoffload.sparse.machine_memory import memory_limits, ram_limits
 from vllm_kvoffload.sparse.segment import SHM_DIR
 
@@ -34,7 +25,6 @@ if TYPE_CHECKING:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 WORKER = "vllm_kvoffload.platforms.cpu.worker.KVOffloadCPUWorker"
-DRAFT_METHODS = ("mtp", "ngram")  # those whose drafts need no KV cache that the offload doesn't know
 SPARSE_BACKEND = "vllm_kvoffload.platforms.cpu.attention.CPUSparseMLABackend"
 
 
@@ -96,14 +86,7 @@ def share_index(vllm_config: VllmConfig) -> None:
 
 def model_geometry(vllm_config: VllmConfig) -> KVGeometry:
     """Geometry of the served model in this platform's cache layout."""
-    model_config, speculative = vllm_config.model_config, vllm_config.speculative_config
-    return KVGeometry.from_hf_config(
-        model_config.hf_text_config,
-        layout="cpu",
-        dtype=model_config.dtype,
-        num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
-        mtp=speculative is not None and speculative.method == "mtp",
-    )
+    return engine.model_geometry(vllm_config, "cpu")
 
 
 def check_offload(vllm_config: VllmConfig, index_topk: int | None) -> None:
@@ -113,17 +96,17 @@ def check_offload(vllm_config: VllmConfig, index_topk: int | None) -> None:
         StartupRefusedError: one line with key, value, rule and fix.
     """
     try:
-        config = offload_options(vllm_config)
-        validate_sparse_offload(config, engine_facts(vllm_config, index_topk))
-        check_connector(vllm_config, index_topk, config)
+        config = engine.offload_options(vllm_config)
+        validate_sparse_offload(config, engine.engine_facts(vllm_config, index_topk))
+        engine.check_connector(vllm_config, index_topk, config, "cpu")
         if config.enabled:
-            check_not_available_yet(vllm_config)
+            engine.check_partners(vllm_config)
         device_bytes = vllm_config.cache_config.kv_cache_memory_bytes
         if config.enabled:
             if device_bytes is None:
                 rule = "must be set with the offload on CPU, where host pool and device KV share one memory"
                 raise ConfigError("kv_cache_memory_bytes", None, rule, "pass --kv-cache-memory-bytes")
-            plan = capacity_of(vllm_config, config, device_bytes)
+            plan = engine.capacity_of(vllm_config, model_geometry(vllm_config), config, device_bytes)
             if memory_is_still_free():
                 check_machine_memory(plan)
                 check_trace_path(config)
@@ -140,50 +123,6 @@ def memory_is_still_free() -> bool:
     vLLM checks a configuration again, there and here, once the engine has its memory.
     """
     return multiprocessing.parent_process() is None and next(_CHECKS) == 0
-
-
-def check_not_available_yet(vllm_config: VllmConfig) -> None:
-    """Refuses what the offload is meant to do later but can't do now.
-
-    Raises:
-        ConfigError: naming the option.
-    """
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in DRAFT_METHODS:
-        rule = f"with the offload, drafts come from {' or '.join(DRAFT_METHODS)}"
-        fix = 'use {"method": "mtp", ...}, or leave --speculative-config out'
-        raise ConfigError("speculative_config.method", speculative.method, rule, fix)
-    transfer = vllm_config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector != CONNECTOR:
-        rule = f"with the offload, KV comes by {CONNECTOR} only"
-        fix = f"name {CONNECTOR}, or leave --kv-transfer-config out"
-        raise ConfigError("kv_transfer_config.kv_connector", transfer.kv_connector, rule, fix)
-
-
-def check_connector(vllm_config: VllmConfig, index_topk: int | None, config: SparseOffloadConfig) -> None:
-    """Refuses a configuration of our connector that can't work.
-
-    Raises:
-        ConfigError: naming the option.
-    """
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_connector != CONNECTOR:
-        return
-    extra = transfer.kv_connector_extra_config
-    options = parse_remote_d2h(transfer.kv_role, transfer.kv_port, extra, "cpu")
-    if index_topk is None:
-        rule = "the model has no sparse attention indexer"
-        raise ConfigError("kv_transfer_config.kv_connector", CONNECTOR, rule, "serve a DSA model")
-    if options.producer:
-        return
-    parallel = vllm_config.parallel_config
-    check_ports(options.kv_port, parallel.data_parallel_size, parallel.tensor_parallel_size)
-    if not config.enabled:
-        rule = f"{CONNECTOR} pulls into the host pool of the sparse decode offload"
-        raise ConfigError(f"{SECTION}.enabled", False, rule, "set it to true on the decode engine")
-    if config.keep_device_kv_cache:
-        rule = f"{CONNECTOR} does not fill the device KV cache"
-        raise ConfigError(f"{SECTION}.keep_device_kv_cache", True, rule, "set it to false")
 
 
 def check_trace_path(config: SparseOffloadConfig) -> None:
@@ -213,66 +152,3 @@ def check_machine_memory(plan: CapacityPlan) -> None:
                 f"{limit.what}: {limit.available_bytes}"
             )
             raise ConfigError("kv_cache_memory_bytes", plan.device_bytes, rule, limit.fix)
-
-
-def offload_options(vllm_config: VllmConfig) -> SparseOffloadConfig:
-    """The engine's offload options, enabled or not. Raises ConfigError."""
-    additional = vllm_config.additional_config
-    return parse_sparse_offload(additional if isinstance(additional, dict) else None)
-
-
-def engine_facts(vllm_config: VllmConfig, index_topk: int | None) -> EngineFacts:
-    """What the rules of the offload options need to know about the engine."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    transfer, speculative = vllm_config.kv_transfer_config, vllm_config.speculative_config
-    return EngineFacts(
-        index_topk=index_topk,
-        block_size=vllm_config.cache_config.block_size,
-        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-        has_compress_ratios=getattr(model.hf_text_config, "compress_ratios", None) is not None,
-        num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
-        pipeline_parallel_size=parallel.pipeline_parallel_size,
-        prefill_context_parallel_size=parallel.prefill_context_parallel_size,
-        decode_context_parallel_size=parallel.decode_context_parallel_size,
-        uses_v2_runner=bool(getattr(vllm_config, "use_v2_model_runner", False)),
-        kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
-        kv_role=transfer.kv_role if transfer else None,
-        sleep_mode=model.enable_sleep_mode,
-    )
-
-
-def capacity_of(vllm_config: VllmConfig, config: SparseOffloadConfig, device_bytes: int) -> CapacityPlan:
-    """What fits into a device budget.
-
-    Raises:
-        ConfigError: not even one longest request fits, or more blocks are asked for than fit.
-    """
-    plan = plan_capacity(
-        CapacityInputs(
-            geometry=model_geometry(vllm_config),
-            block_size=vllm_config.cache_config.block_size,
-            device_bytes=device_bytes,
-            dram_bytes=config.dram_bytes,
-            max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-            max_model_len=vllm_config.model_config.max_model_len,
-            topk_buffer_size=config.topk_buffer_size,
-            ways=config.ways,
-            prefill_buffers=prefill_buffers(config),
-            keep_device=config.keep_device_kv_cache,
-            delivery=config.delivery,
-            published_plan=config.plans_as_published,
-        )
-    )
-    override = vllm_config.cache_config.num_gpu_blocks_override
-    if override is not None and override > plan.num_blocks:
-        rule = f"the {plan.limit} budget holds {plan.num_blocks} blocks"
-        raise ConfigError("num_gpu_blocks_override", override, rule, f"set it to at most {plan.num_blocks}")
-    return plan
-
-
-def prefill_buffers(config: SparseOffloadConfig) -> int:
-    """Buffers that prefill streams through: none where the KV stays on the device.
-
-    A decode engine has them too: it computes what was preempted, or could not be transferred.
-    """
-    return 0 if config.keep_device_kv_cache else config.prefill_buffers

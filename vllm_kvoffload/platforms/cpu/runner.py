@@ -19,7 +19,8 @@ from vllm_kvoffload.platforms.cpu.attention import CPUSparseMLAImpl
 from vllm_kvoffload.platforms.cpu.drafter import KVOffloadProposer
 from vllm_kvoffload.platforms.cpu.indexer import CPUIndexerCache
 from vllm_kvoffload.platforms.cpu.metadata import SparseMetadata
-from vllm_kvoffload.platforms.cpu.offload import CPUOffload, offload_config
+from vllm_kvoffload.platforms.cpu.offload import CPUOffload
+from vllm_kvoffload.platforms.engine import offload_config
 from vllm_kvoffload.sparse.paged import PagedKV
 from vllm_kvoffload.sparse.step import StepBatch
 

@@ -6,9 +6,10 @@ import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvoffload.log import get_logger
-from vllm_kvoffload.platforms.cpu.offload import log_capacity, offload_config
-from vllm_kvoffload.platforms.cpu.platform import capacity_of, model_geometry
+from vllm_kvoffload.platforms.cpu.platform import model_geometry
 from vllm_kvoffload.platforms.cpu.runner import KVOffloadCPUModelRunner
+from vllm_kvoffload.platforms.engine import capacity_of, offload_config
+from vllm_kvoffload.platforms.parts import log_capacity
 
 logger = get_logger(__name__)
 
@@ -35,6 +36,6 @@ class KVOffloadCPUWorker(CPUWorker):
         config = offload_config(self.vllm_config)
         if config is None:
             return device_bytes
-        plan = capacity_of(self.vllm_config, config, device_bytes)
+        plan = capacity_of(self.vllm_config, model_geometry(self.vllm_config), config, device_bytes)
         log_capacity(plan)
         return plan.logical_bytes
