@@ -1,1 +1,8 @@
-"""Worker, runner and attention subclasses over vLLM-Ascend. Nothing is here yet: no Ascend support so far."""
+"""The Ascend platform: the offload on vllm-ascend, by subclasses of its platform, worker, runner, attention.
+
+Owns `symbols` (every private upstream name that is used, checked at start-up), `hooks` (the two places where
+upstream has to be told of our classes), `platform` and `checks` (configuration and its refusals), `worker`,
+`runner`, `attention`, `caches` (upstream's cache tuples), `rows` and `host_memory` (how rows are kept and
+moved), and `offload` (puts it together). Nothing here was ever run on an NPU: docs/ascend.md says what was
+verified, and how.
+"""

@@ -1,0 +1,163 @@
+"""The NPU runtime: a side stream is a thread of its own *and* a device stream that is current in it.
+
+A task may so do both, work on the host and copies or kernels on the device. It counts as done when the thread
+has run it and the device has finished what it queued; therefore its arguments may be dropped then, without
+telling torch's allocator of streams. Threads, queues, deadlines and failures are those of the CPU runtime.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm_kvoffload.runtime.base import (
+    DEFAULT_DEADLINE_S,
+    Event,
+    Runtime,
+    WaitTimeoutError,
+    check_deadline,
+)
+from vllm_kvoffload.runtime.cpu import CpuRuntime, CpuStream
+
+POLL_S = 0.00005
+COMPUTE_STREAM = "compute"
+
+
+class NpuEvent:
+    """A point of the compute stream (see `base.Event`)."""
+
+    def __init__(self, event: Any, label: str, default_deadline_s: float) -> None:
+        self._event = event
+        self.label = label
+        self._default_deadline_s = default_deadline_s
+
+    def query(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self, deadline_s: float | None = None) -> None:
+        # torch_npu's Event.synchronize() can't be given a deadline; most events are complete at once.
+        limit_s = self._default_deadline_s if deadline_s is None else check_deadline(deadline_s)
+        end = time.monotonic() + limit_s
+        while not self._event.query():
+            if time.monotonic() >= end:
+                raise WaitTimeoutError(f"event {self.label!r} of the compute stream", limit_s, "device busy")
+            time.sleep(POLL_S)
+
+
+class _ComputeStream:
+    """The device stream that is current in the calling thread: the model's forward pass."""
+
+    name = COMPUTE_STREAM
+
+    def __init__(self, npu: Any, default_deadline_s: float) -> None:
+        self._npu = npu
+        self._default_deadline_s = default_deadline_s
+
+    def submit(self, fn: Callable[..., object], *args: Any, label: str | None = None) -> None:  # noqa: ARG002
+        fn(*args)
+
+    def record(self, label: str | None = None) -> NpuEvent:
+        event = self._npu.Event()
+        event.record(self._npu.current_stream())
+        return NpuEvent(event, label or "unnamed", self._default_deadline_s)
+
+    def wait_event(self, event: Event, deadline_s: float | None = None) -> None:
+        # On the host: a side stream's event is complete only when its thread has been there.
+        event.wait(self._default_deadline_s if deadline_s is None else deadline_s)
+
+    def synchronize(self, deadline_s: float | None = None) -> None:
+        self.record("synchronize").wait(deadline_s)
+
+    def recover(self) -> None:
+        pass
+
+
+class NpuStream:
+    """A thread with a device stream (see `base.Stream`)."""
+
+    def __init__(
+        self, lane: CpuStream, npu: Any, device: int, stream: Any, default_deadline_s: float
+    ) -> None:
+        self._lane = lane
+        self._npu = npu
+        self._device = device
+        self._stream = stream
+        self._default_deadline_s = default_deadline_s
+
+    @property
+    def name(self) -> str:
+        return self._lane.name
+
+    def submit(self, fn: Callable[..., object], *args: Any, label: str | None = None) -> None:
+        name = label or str(getattr(fn, "__qualname__", fn))
+        self._lane.submit(self._run, fn, args, label=name)
+
+    def _run(self, fn: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self._npu.set_device(self._device)  # a new thread has device 0
+        with self._npu.stream(self._stream):
+            fn(*args)
+            self._stream.synchronize()
+
+    def record(self, label: str | None = None) -> Event:
+        return self._lane.record(label)
+
+    def wait_event(self, event: Event, deadline_s: float | None = None) -> None:
+        if not isinstance(event, NpuEvent):
+            self._lane.wait_event(event, deadline_s)
+            return
+        limit_s = self._default_deadline_s if deadline_s is None else check_deadline(deadline_s)
+        self._lane.submit(event.wait, limit_s, label=f"wait for {event.label!r}")
+
+    def synchronize(self, deadline_s: float | None = None) -> None:
+        self._lane.synchronize(deadline_s)
+
+    def recover(self) -> None:
+        self._lane.recover()
+
+
+class NpuRuntime:
+    """Streams of one NPU (see `base.Runtime`).
+
+    `npu`: torch.npu, or what stands for it in tests. `device`: index of the device, of which the streams are.
+    `threads`: the runtime whose threads run the tasks; it is shut down with this one.
+    """
+
+    def __init__(
+        self,
+        npu: Any,
+        device: int,
+        threads: CpuRuntime | None = None,
+        default_deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> None:
+        self._npu = npu
+        self._device = device
+        self._threads = threads or CpuRuntime(default_deadline_s=default_deadline_s)
+        self._default_deadline_s = check_deadline(default_deadline_s)
+        self._compute = _ComputeStream(npu, default_deadline_s)
+        self._streams: dict[str, NpuStream] = {}
+
+    def stream(self, name: str) -> NpuStream:
+        """See `base.Runtime`. Raises as `CpuRuntime.stream`; called by one thread."""
+        known = self._streams.get(name)
+        if known is None:
+            lane = self._threads.stream(name)
+            stream = self._npu.Stream()
+            known = NpuStream(lane, self._npu, self._device, stream, self._default_deadline_s)
+            self._streams[name] = known
+        return known
+
+    def current_stream(self) -> _ComputeStream:
+        return self._compute
+
+    def synchronize(self, deadline_s: float | None = None) -> None:
+        start = time.monotonic()
+        limit_s = self._default_deadline_s if deadline_s is None else check_deadline(deadline_s)
+        self._threads.synchronize(limit_s)
+        self._compute.synchronize(max(0.0, limit_s - (time.monotonic() - start)))
+
+    def shutdown(self, deadline_s: float | None = None) -> None:
+        self._threads.shutdown(deadline_s)
+
+
+_conforms: type[Runtime] = NpuRuntime  # checked by mypy
