@@ -2,7 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+WORKERS ?= 2
 BIN := $(VENV)/bin
+# In one process (WORKERS=0) tests are easier to debug, and take half as long again.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast lint bench clean
@@ -17,10 +20,10 @@ demo: setup  ## run the demonstration on this machine's CPU
 	@$(BIN)/kvoffload demo $(ARGS)
 
 test: setup  ## all tests, also those that start vLLM engines (ARGS="-k name" chooses)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 test-fast: setup  ## the tests that take seconds
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow" $(ARGS)
 
 lint: setup  ## ruff's checks and formatting, and mypy --strict
 	@$(BIN)/ruff check .
