@@ -160,7 +160,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._producer is not None:
-            return self._producer.take_free(), None
+            return self._producer.take_free(self._idle), None
         if self._consumer is not None:
             self._results = self._consumer.finish_step(finished_req_ids, self._idle)
             return None, self._results.done

@@ -21,6 +21,39 @@ PUBLISH_S = 0.05
 """Least time between two publications of metrics: with reads in flight there is a round every millisecond."""
 
 
+IDLE_S = (0.001, 0.01)
+"""First and longest wait of a step that computes nothing; each such step waits twice as long as the last."""
+
+
+class Idle:
+    """Lets an engine that only waits for its peer wait for news, instead of taking steps without work.
+
+    An engine with such requests would take one step after the other, on all its cores: its processes spin
+    while they wait for each other. The wait is short since a new request is only seen at its end.
+    """
+
+    def __init__(self) -> None:
+        self._news = threading.Event()
+        self._wait_s = IDLE_S[0]
+
+    def tell(self) -> None:
+        """There is something for the engine, which ends a wait."""
+        self._news.set()
+
+    def begin(self) -> None:
+        """Before looking for something: what comes from here on ends the next wait."""
+        self._news.clear()
+
+    def worked(self) -> None:
+        """A step computed something, or has something to tell."""
+        self._wait_s = IDLE_S[0]
+
+    def wait(self) -> None:
+        """In a step that has nothing to do."""
+        self._news.wait(self._wait_s)
+        self._wait_s = min(2 * self._wait_s, IDLE_S[1])
+
+
 class IOThread(ABC):
     """Subclasses implement `_round` and `_metrics`, and guard what they share with `lock`.
 

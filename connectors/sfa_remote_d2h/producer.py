@@ -149,6 +149,16 @@ class Producer(Generic[Endpoint]):
         if req_id not in self._by_request:
             self._free.add(req_id)
 
+    @property
+    def has_free(self) -> bool:
+        """Whether `take_free` has something to tell."""
+        return bool(self._free)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether requests that are done are kept, and none is free yet."""
+        return bool(self._owed) and not self._free
+
     def take_free(self) -> set[str]:
         """Requests whose blocks the engine may free; each is named once."""
         free, self._free = self._free, set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
 from collections import deque
@@ -14,7 +13,14 @@ import zmq
 from vllm_kvoffload.config import ConfigError
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
 from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Consumer
-from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import TICK_S, IOThread, receive_all, send, tcp
+from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import (
+    TICK_S,
+    Idle,
+    IOThread,
+    receive_all,
+    send,
+    tcp,
+)
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import DecodeMetadata
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import ReadOrder
@@ -39,11 +45,11 @@ PIECE_BYTES = 32 << 20
 READ_S = 30.0
 """Deadline of a piece."""
 
-IDLE_S = 0.01
-"""How long a step that computes nothing waits for news: else the engine polls a thousand times a second."""
-
 BUSY_S = 0.001
 """Between looks at reads in flight."""
+
+ROUND_S = 0.02
+"""How long reads may follow each other before messages are looked at again."""
 
 
 @dataclass
@@ -55,6 +61,7 @@ class InFlight:
     handle: ReadHandle | None = None
     deadline: float = 0.0
     error: str = ""
+    over: bool = False
 
 
 @dataclass
@@ -98,7 +105,7 @@ class DecodeWorker(IOThread):
         session = uuid.uuid4().hex
         self.consumer = Consumer(session, digest, len(layout.layers), tp_size, tp_rank, limits)
         self.bytes_read = 0
-        self._news = threading.Event()
+        self._idle = Idle()
         self._sources: dict[str, Source] = {}
         self._flights: dict[int, InFlight] = {}
         self._router = self._bind(host, port)
@@ -137,9 +144,11 @@ class DecodeWorker(IOThread):
             for req_id in finished_req_ids:
                 self.consumer.cancel(req_id)
             waits = idle and bool(self.consumer.live) and not self.consumer.has_outcomes
-            self._news.clear()
+            self._idle.begin()
         if waits:
-            self._news.wait(IDLE_S)
+            self._idle.wait()
+        else:
+            self._idle.worked()
         with self.lock:
             for outcome in self.consumer.take_outcomes():
                 results.done.add(outcome.req_id)
@@ -159,12 +168,12 @@ class DecodeWorker(IOThread):
         for _ in ready:
             for frames in receive_all(self._router):
                 self._receive(now, frames)
-        self._poll_reads()
         with self.lock:
             self.consumer.tick(now)
-            if self.consumer.has_outcomes:
-                self._news.set()
         self._carry_out()
+        # A layer's read is often over at once, and the next layer published by then.
+        while self._poll_reads() and time.monotonic() < now + ROUND_S:
+            pass
 
     def _metrics(self) -> dict[str, int]:
         with self.lock:
@@ -203,6 +212,8 @@ class DecodeWorker(IOThread):
             orders, consumer.orders = consumer.orders, []
             cancelled, consumer.to_cancel = consumer.to_cancel, []
             lost, consumer.lost_peers = consumer.lost_peers, []
+            if consumer.has_outcomes:
+                self._idle.tell()
         for session, message in outbox:
             send(self._router, [session.encode(), encode(message)])
         for order in orders:
@@ -248,15 +259,18 @@ class DecodeWorker(IOThread):
                 batch, size = [], 0
         return [*pieces, Spans.concat(batch)] if batch else pieces
 
-    def _poll_reads(self) -> None:
-        for flight in list(self._flights.values()):
-            if self._advance(flight):
-                del self._flights[flight.order.number]
-                with self.lock:
-                    self.consumer.read_done(time.monotonic(), flight.order.number, flight.error)
+    def _poll_reads(self) -> bool:
+        """Whether any order got on."""
+        moved = [self._advance(flight) for flight in self._flights.values()]
+        for flight in [flight for flight in self._flights.values() if flight.over]:
+            del self._flights[flight.order.number]
+            with self.lock:
+                self.consumer.read_done(time.monotonic(), flight.order.number, flight.error)
+        self._carry_out()
+        return any(moved)
 
     def _advance(self, flight: InFlight) -> bool:
-        """Whether the order is carried out, or has failed and its memory is quiet."""
+        """Whether the order got on. It is over once carried out, or failed with its memory quiet."""
         if flight.handle is not None:
             status = self._engine.poll(flight.handle)
             if status is ReadStatus.PENDING:
@@ -268,19 +282,22 @@ class DecodeWorker(IOThread):
             else:
                 self.bytes_read += flight.handle.nbytes
             flight.handle = None
-        if flight.error or not flight.pieces:
-            return True
+        if not flight.error and flight.pieces:
+            self._start(flight)
+        flight.over = flight.handle is None
+        return True
+
+    def _start(self, flight: InFlight) -> None:
+        """Begins to read the next piece."""
         source = self._sources.get(flight.order.session)
         if source is None:
             flight.error = "prefill is gone"
-            return True
+            return
         try:
             flight.handle = self._engine.read(source.peer, flight.pieces.popleft())
             flight.deadline = time.monotonic() + READ_S
         except TransferError as error:
             flight.error = str(error)
-            return True
-        return False
 
     def _close(self) -> None:
         end = time.monotonic() + 1.0

@@ -8,7 +8,7 @@ import uuid
 import zmq
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
-from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import IOThread, receive_all, send, tcp
+from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import Idle, IOThread, receive_all, send, tcp
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import PrefillMetadata
 from vllm_kvoffload.connectors.sfa_remote_d2h.ports import tp_ratio
@@ -25,7 +25,7 @@ from vllm_kvoffload.transfer import TransferEngine
 
 logger = get_logger(__name__)
 
-IDLE_S = 60.0
+UNUSED_S = 60.0
 """A connection without transfers is closed after so long."""
 
 Endpoint = tuple[str, int]
@@ -68,6 +68,7 @@ class PrefillWorker(IOThread):
         self.producer: Producer[Endpoint] = Producer(hello, len(layout.layers))
         self._position = {layer.index: number for number, layer in enumerate(layout.layers)}
         self._step: list[str] = []
+        self._idle = Idle()
         self._sockets: dict[Endpoint, zmq.Socket[bytes]] = {}
         self._endpoints: dict[zmq.Socket[bytes], Endpoint] = {}
 
@@ -106,8 +107,18 @@ class PrefillWorker(IOThread):
             self._publish(len(self._layout.layers))
             self._step = []
 
-    def take_free(self) -> set[str]:
-        """Requests whose blocks may be freed."""
+    def take_free(self, idle: bool = False) -> set[str]:
+        """Requests whose blocks may be freed.
+
+        idle: the step computed nothing, so that it may wait a moment for them.
+        """
+        with self.lock:
+            self._idle.begin()
+            waits = idle and self.producer.keeps
+        if waits:
+            self._idle.wait()
+        else:
+            self._idle.worked()
         with self.lock:
             return self.producer.take_free()
 
@@ -123,7 +134,9 @@ class PrefillWorker(IOThread):
         with self.lock:
             self.producer.tick(now)
             outbox, self.producer.outbox = self.producer.outbox, []
-            idle = self.producer.forget_idle(now, IDLE_S)
+            idle = self.producer.forget_idle(now, UNUSED_S)
+            if self.producer.has_free:
+                self._idle.tell()
         for endpoint, message in outbox:
             send(self._socket(endpoint), [encode(message)])
         for endpoint in idle:

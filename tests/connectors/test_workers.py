@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from vllm_kvoffload.config import ConfigError
+from vllm_kvoffload.connectors.sfa_remote_d2h import worker_d
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Receive
@@ -227,6 +228,56 @@ def test_both_sides_publish_metrics(bench):
     assert bench.metrics()["decode"]["pulled_bytes"] == pulled_bytes
     bench.close()
     assert not find_stats(os.getpid(), bench.instance)
+
+
+def test_reads_follow_each_other_without_a_wait(bench, monkeypatch):
+    monkeypatch.setattr(worker_d, "BUSY_S", 30.0)
+    monkeypatch.setattr(worker_d, "PIECE_BYTES", 1)
+    bench.expect("r", [9, 8, 7, 2, 1])
+    bench.compute("r", [[0, 1, 2], [5, 4]], 5)
+    assert bench.wait("r") == set()
+    bench.check([9, 8, 7, 2, 1], [0, 1, 2, 5, 4])
+
+
+def test_engines_that_wait_for_each_other_take_few_steps(bench):
+    bench.decode_engine.gate.clear()
+    bench.expect("r", [3, 4])
+    bench.compute("r", [[0, 1]], 2)
+    bench.wait_metrics("decode", **{"receives.reading": 1})
+    bench.wait_metrics("prefill", kept_requests=1)
+    for step in (bench.prefill.take_free, lambda idle: bench.decode.finish_step(set(), idle).done):
+        begin, steps = time.monotonic(), 0
+        while time.monotonic() < begin + 0.3:
+            assert not step(True)
+            steps += 1
+        assert steps < 50
+        begin = time.monotonic()
+        for _ in range(50):
+            assert not step(False)  # one that computed something doesn't wait
+        assert time.monotonic() < begin + 0.2
+    bench.decode_engine.gate.set()
+
+
+def test_news_end_the_wait(bench):
+    bench.prefill._idle._wait_s = bench.decode._idle._wait_s = 60.0
+    bench.decode_engine.gate.clear()
+    bench.expect("r", [3, 4])
+    bench.compute("r", [[0, 1]], 2)
+    bench.wait_metrics("decode", **{"receives.reading": 1})
+    begin, told = time.monotonic(), []
+    waits = [
+        threading.Thread(target=lambda: told.append(bench.prefill.take_free(True))),
+        threading.Thread(target=lambda: told.append(bench.decode.finish_step(set(), True).done)),
+    ]
+    for thread in waits:
+        thread.start()
+    time.sleep(0.3)
+    assert not told
+    bench.decode_engine.gate.set()
+    for thread in waits:
+        thread.join(30)
+    assert told == [{"r"}, {"r"}]
+    assert time.monotonic() - begin < 20
 
 
 def test_prefill_may_be_first(bench):
