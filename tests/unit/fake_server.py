@@ -2,7 +2,7 @@
 
 Options: "slow" is never ready, "dies" ends at once with status 7, "stubborn" ignores SIGTERM, "children" has
 a child in a session of its own, "leaks" maps and leaves a file in /dev/shm, "different" answers other tokens,
-"offload" has more KV tokens.
+"refuses" answers 503, "offload" has more KV tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ vllm:cache_config_info{block_size="64",kv_cache_size_tokens="%d"} 1.0
 vllm:kvoffload_hits_total{engine="0",rank="0"} 9.0
 vllm:kvoffload_misses_total{engine="0",rank="0"} 1.0
 vllm:kvoffload_device_bytes{engine="0",rank="0"} 1e+06
+vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 30.0
 """
 
 
@@ -35,6 +36,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "refuses" in self.options:
+            return self._reply(503, b"no engine")
         tokens = list(range(request["max_tokens"]))
         if "different" in self.options:
             tokens[-1] += 1

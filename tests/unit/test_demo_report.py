@@ -22,20 +22,23 @@ from vllm_kvoffload.demo.report import (
 )
 
 
-def run(kv_tokens: int = 1000, **offload: float) -> RunResult:
+def run(name: str, kv_tokens: int, **offload: float) -> RunResult:
     answer = Answer("text", [1, 2, 3], [-1.0, -2.0, -3.0], 100, 0, first_s=2.0, total_s=3.0)
     answers = {name: copy.deepcopy(answer) for name in ("long", "pair-1", "pair-2", "again")}
-    return RunResult(48 << 20, 1.0, kv_tokens, answers, {"long": 3.0, "pair": 4.0}, dict(offload), [])
+    made = RunResult(name, 48 << 20, start_s=1.0, kv_tokens=kv_tokens, answers=answers, offload=dict(offload))
+    made.step_s, made.end = {"long": 3.0, "pair": 4.0}, []
+    return made
 
 
 @pytest.fixture
 def without() -> RunResult:
-    return run()
+    return run("without offload", 1000)
 
 
 @pytest.fixture
 def with_offload() -> RunResult:
     return run(
+        "with offload",
         3000,
         hits=90,
         misses=10,
@@ -43,6 +46,13 @@ def with_offload() -> RunResult:
         device_bytes_without_offload=144 << 20,
         fetched_bytes=2 << 20,
     )
+
+
+@pytest.fixture
+def disaggregated(with_offload: RunResult) -> RunResult:
+    with_offload.name, with_offload.disaggregated = "prefill + decode", True
+    with_offload.sources = {"external_kv_transfer": 1500, "local_cache_hit": 64, "local_compute": 3}
+    return with_offload
 
 
 def text(print_it: Callable[[Console], object]) -> str:
@@ -90,8 +100,8 @@ Spoil = Callable[[RunResult, RunResult], object]
         (lambda _, b: b.offload.update(hits=0, misses=0), "no offload at work"),
         (lambda _, b: b.offload.update(misses=0), "no miss"),
         (lambda _, b: setattr(b, "kv_tokens", 1000), "no more KV tokens"),
-        (lambda a, _: a.end.append("killed"), "server without offload: killed"),
-        (lambda _, b: b.end.append("killed"), "server with offload: killed"),
+        (lambda a, _: a.end.append("killed"), "without offload: killed"),
+        (lambda _, b: b.end.append("killed"), "with offload: killed"),
     ],
 )
 def test_failures(without: RunResult, with_offload: RunResult, spoil: Spoil, message: str) -> None:
@@ -105,7 +115,7 @@ def test_failures(without: RunResult, with_offload: RunResult, spoil: Spoil, mes
 
 def test_table(without: RunResult, with_offload: RunResult) -> None:
     rows = {what: values for what, *values in table_rows(without, with_offload)}
-    assert rows["KV tokens in it"] == ["1,000", "3,000 (3.0x)"]
+    assert rows["KV tokens that fit, for decode"] == ["1,000", "3,000 (3.0x)"]
     assert rows["device memory for 3,000 tokens"] == ["144.0 MiB", "48.0 MiB"]
     assert rows["prefill of a long prompt, tokens/s"] == ["50.0", "50.0"]
     assert rows["decode of one request, tokens/s"] == ["2.0", "2.0"]
@@ -117,8 +127,25 @@ def test_table(without: RunResult, with_offload: RunResult) -> None:
     assert all(what in shown for what in rows)
 
 
+def test_table_of_prefill_and_decode(without: RunResult, disaggregated: RunResult) -> None:
+    rows = {what: values for what, *values in table_rows(without, disaggregated)}
+    assert rows["prompt tokens pulled from prefill"] == ["-", "1,500"]
+    assert rows["prompt tokens that decode had"] == ["-", "64"]
+    assert "streamed from host memory in prefill" not in rows
+    assert "prefill + decode" in text(lambda console: print_table(console, without, disaggregated))
+
+
+def test_prefill_and_decode_without_a_pull_failed(without: RunResult, disaggregated: RunResult) -> None:
+    assert failures(without, disaggregated) == []
+    disaggregated.sources["external_kv_transfer"] = 0
+    assert failures(without, disaggregated) == [
+        "no prefill and decode at work: decode pulled no KV from prefill"
+    ]
+
+
 def test_table_of_runs_without_numbers() -> None:
-    assert table_rows(RunResult(1), RunResult(1))
+    for disaggregated in (False, True):
+        assert table_rows(RunResult("a", 1), RunResult("b", 1, disaggregated))
 
 
 def test_metrics_are_summed_over_workers(with_offload: RunResult) -> None:
@@ -127,11 +154,13 @@ def test_metrics_are_summed_over_workers(with_offload: RunResult) -> None:
             "vllm:cache_config_info": [Sample({"kv_cache_size_tokens": "77"}, 1.0)],
             "vllm:kvoffload_hits_total": [Sample({"rank": "0"}, 1.0), Sample({"rank": "1"}, 2.0)],
             "vllm:kvoffload_device_bytes": [Sample({"rank": "0"}, 5.0)],
+            "vllm:prompt_tokens_by_source_total": [Sample({"source": "local_compute"}, 4.0)],
             "vllm:other_total": [Sample({}, 9.0)],
         }
     )
     assert with_offload.kv_tokens == 77
     assert (with_offload.offload["hits"], with_offload.offload["device_bytes"]) == (3.0, 5.0)
+    assert with_offload.sources == {"local_compute": 4}
     assert "other" not in with_offload.offload
 
 

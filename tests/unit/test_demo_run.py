@@ -9,32 +9,27 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from vllm_kvoffload.demo import run
-from vllm_kvoffload.demo.server import ServerOptions
+from vllm_kvoffload.demo import deployment, run
+from vllm_kvoffload.demo.server import Server, ServerOptions
 from vllm_kvoffload.demo.workload import FULL, QUICK, steps
 
 FAKE = Path(__file__).with_name("fake_server.py")
 
 
 def test_options() -> None:
-    options = run.parse_arguments([])
-    assert (options.quick, options.keep_serving, options.port, options.work_dir) == (
-        False,
-        False,
-        0,
-        Path(".demo"),
-    )
-    options = run.parse_arguments(["--quick", "--keep-serving", "--port", "8000", "--work-dir", "x"])
-    assert (options.quick, options.keep_serving, options.port, options.work_dir) == (
-        True,
-        True,
-        8000,
-        Path("x"),
-    )
+    assert vars(run.parse_arguments([])) == {
+        "aggregated": False, "quick": False, "keep_serving": False, "port": 0, "work_dir": Path(".demo"),
+    }  # fmt: skip
+    given = ["--aggregated", "--quick", "--keep-serving", "--port", "8000", "--work-dir", "x"]
+    assert vars(run.parse_arguments(given)) == {
+        "aggregated": True, "quick": True, "keep_serving": True, "port": 8000, "work_dir": Path("x"),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", [["--port", "99999"], ["--port", "x"], ["--fast"], ["extra"]])
@@ -59,17 +54,27 @@ def test_workload_fits_and_makes_the_cache_forget(scale: type[FULL]) -> None:
     assert sum(isinstance(request.prompt, list) for request in requests.values()) == 1
 
 
+Options = dict[str, list[str]]
+
+
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Runs the demo against the stand-in; the list takes options for the server with offload."""
-    more: list[str] = []
+def fake(monkeypatch: pytest.MonkeyPatch) -> Options:
+    """Runs the demo against stand-ins; the dict takes options for those of a kind."""
+    more: Options = {"alone": [], "with offload": [], "prefill": [], "decode": [], "proxy": []}
 
-    def command(options: ServerOptions) -> list[str]:
-        extra = ["offload", *more] if options.offload is not None else []
-        return [sys.executable, str(FAKE), str(options.port), *extra]
+    def command(port: int, kind: str, *extra: str) -> list[str]:
+        return [sys.executable, str(FAKE), str(port), *extra, *more[kind]]
 
-    monkeypatch.setattr(run, "command_line", command)
-    monkeypatch.setattr(run, "_check_vllm", lambda: None)
+    def engine(options: ServerOptions) -> list[str]:
+        if options.transfer is None:
+            kind = "alone" if options.offload is None else "with offload"
+        else:
+            kind = {"kv_producer": "prefill", "kv_consumer": "decode"}[options.transfer["kv_role"]]
+        return command(options.port, kind, *(["offload"] if options.offload is not None else []))
+
+    monkeypatch.setattr(deployment, "command_line", engine)
+    monkeypatch.setattr(deployment, "proxy_command", lambda port, *_: command(port, "proxy"))
+    monkeypatch.setattr(run, "_check_environment", lambda _: None)
     return more
 
 
@@ -90,83 +95,121 @@ def demo(folder: Path, *arguments: str) -> int:
     return run.main(["--quick", "--work-dir", str(folder), *arguments])
 
 
-def test_success(fake: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("arguments", [[], ["--aggregated"]], ids=str)
+def test_success(
+    fake: Options, folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
     del fake
     handler = signal.getsignal(signal.SIGTERM)
-    assert demo(folder) == 0
+    assert demo(folder, *arguments) == 0
     shown = capsys.readouterr().out
     assert "OK: 6 answers" in shown
     assert "1,000" in shown
     assert "4,000 (4.0x)" in shown
+    assert ("prompt tokens pulled from prefill" in shown) == (not arguments)
     assert json.loads((folder / "report.json").read_text())["failures"] == []
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_one_different_token_fails(fake: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fake.append("different")
+def test_requests_go_to_the_proxy(fake: Options, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And to nobody else: what the engines would answer is wrong."""
+    fake["prefill"].append("different")
+    fake["decode"].append("different")
+    assert demo(folder) == 0
+    fake["proxy"].append("different")
     assert demo(folder) == 1
     assert "tokens differ from number 16 on" in capsys.readouterr().out
 
 
+def test_one_different_token_fails(fake: Options, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake["with offload"].append("different")
+    assert demo(folder, "--aggregated") == 1
+    assert "tokens differ from number 16 on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["alone", "prefill", "decode", "proxy"])
 def test_server_that_ends_is_a_failure_with_its_log(
-    fake: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+    fake: Options, folder: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    fake.append("dies")
+    fake[kind].append("dies")
     assert demo(folder) == 1
     shown = capsys.readouterr().out
     assert "exit status 7" in shown
-    assert "fake server with dies offload" in shown
+    assert shown.count("--- end of") == 1, "the others have nothing to do with it"
+    assert "fake server with dies" in shown
+    assert ("alone:" in shown) is False
+    assert kind == "alone" or f"{kind}: the server ended on its own" in shown
+
+
+def test_a_refused_request_shows_all_logs(
+    fake: Options, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake["proxy"].append("refuses")
+    assert demo(folder) == 1
+    shown = capsys.readouterr().out
+    assert "HTTP status 503" in shown
+    for name in ("prefill", "decode", "proxy"):
+        assert f"{name}.log ---" in shown
 
 
 def test_server_that_must_be_killed_is_a_failure(
-    fake: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake: Options, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "STOP_GRACE_S", 0.5)
-    fake.append("stubborn")
+    fake["decode"].append("stubborn")
     assert demo(folder) == 1
-    assert "still there" in capsys.readouterr().out
+    assert "prefill + decode: decode: still there" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_end_the_server(
-    fake: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+def test_signals_end_the_servers(
+    fake: Options, folder: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    started: list[run.Server] = []
+    started: list[Server] = []
 
-    class Spy(run.Server):
-        def wait_ready(self, *_: object) -> None:
+    class Spy(Server):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
             started.append(self)
+
+        def wait_ready(self, deadline_s: float, on_wait: Callable[[], None] = lambda: None) -> None:
+            if len(started) < 4:  # the server without offload
+                return super().wait_ready(deadline_s, on_wait)
             threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
             time.sleep(30.0)
+            return None
 
     del fake
-    monkeypatch.setattr(run, "Server", Spy)
+    monkeypatch.setattr(deployment, "Server", Spy)
     # A test run started in the background ignores SIGINT, and Python then leaves it ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert demo(folder) == 128 + number
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not Path(f"/proc/{started[0].pid}").exists()
+    assert len(started) == 4
+    assert not any(Path(f"/proc/{server.pid}").exists() for server in started)
 
 
 def test_keep_serving_until_ctrl_c(
-    fake: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake: Options, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     del fake
     checks: list[int] = []
 
-    class Patient(run.Server):
+    class Patient(deployment.Deployment):
         def check_alive(self) -> None:
             super().check_alive()
             shown = capsys.readouterr().out
             if "Ctrl-C ends it" in shown:
                 checks.append(self.port)
                 assert f"curl http://127.0.0.1:{self.port}/v1/completions" in shown
+                assert f"curl -s http://127.0.0.1:{self.metrics_port}/metrics" in shown
+                assert self.port != self.metrics_port
                 assert "4,000 (4.0x)" in shown
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "Server", Patient)
+    monkeypatch.setattr(deployment, "Deployment", Patient)
     assert demo(folder, "--keep-serving") == 0
     assert len(checks) == 1
 
@@ -178,9 +221,10 @@ def test_the_real_demo(folder: Path) -> None:
     command = [sys.executable, "-m", "vllm_kvoffload.cli.main", "demo", "--quick", "--work-dir", str(folder)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "all equal with and without offload" in result.stdout
+    assert "all equal from one server and from prefill and decode with offload" in result.stdout
     report = json.loads((folder / "report.json").read_text())
     assert report["comparison"]["tokens"] == 6 * QUICK.answer_tokens
     assert report["with_offload"]["offload"]["misses"] > 0
+    assert report["with_offload"]["sources"]["external_kv_transfer"] > 5000
     left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("kvoffload-")}
     assert not left

@@ -15,21 +15,30 @@ from vllm_kvoffload.demo.workload import AGAIN, LONG, PAIR
 
 NONE = "-"
 _PREFIX = "vllm:kvoffload_"
+_SOURCES = "vllm:prompt_tokens_by_source_total"
+PULLED, CACHED = "external_kv_transfer", "local_cache_hit"
+"""Keys of `RunResult.sources`."""
 
 
 @dataclass
 class RunResult:
-    """One server's run.
+    """One deployment's run.
 
-    answers: by request name. step_s: wall time by step key. offload: counters and gauges by the names of
-    `metrics.fields`, empty without offload. end: what was wrong with its end, None before it.
+    name: the heading of its column. device_bytes: for KV, of each server. disaggregated: prefill and decode
+    are servers of their own; all metrics are decode's then. answers: by request name. step_s: wall time by
+    step key. sources: prompt tokens by where their KV came from, in vLLM's words. offload: counters and
+    gauges by the names of `metrics.fields`, empty without offload. end: what was wrong with its end, None
+    before it.
     """
 
+    name: str
     device_bytes: int
+    disaggregated: bool = False
     start_s: float = 0.0
     kv_tokens: int = 0
     answers: dict[str, Answer] = field(default_factory=dict)
     step_s: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, int] = field(default_factory=dict)
     offload: dict[str, float] = field(default_factory=dict)
     end: list[str] | None = None
 
@@ -37,6 +46,8 @@ class RunResult:
         """Reads KV tokens and the offload's series, summed over engines and ranks."""
         for sample in metrics.get("vllm:cache_config_info", ()):
             self.kv_tokens = int(sample.labels["kv_cache_size_tokens"])
+        for sample in metrics.get(_SOURCES, ()):
+            self.sources[sample.labels["source"]] = int(sample.value)
         for name, samples in metrics.items():
             if name.startswith(_PREFIX):
                 key = name[len(_PREFIX) :].removesuffix("_total")
@@ -90,10 +101,12 @@ def failures(without: RunResult, with_offload: RunResult) -> list[str]:
         found.append("no offload at work: /metrics shows no row looked up in the hot pool")
     elif not with_offload.offload.get("misses"):
         found.append("the hot pool had no miss: nothing was fetched, so nothing was shown")
+    if with_offload.disaggregated and not with_offload.sources.get(PULLED):
+        found.append("no prefill and decode at work: decode pulled no KV from prefill")
     if with_offload.kv_tokens <= without.kv_tokens:
         found.append(f"no more KV tokens with offload: {with_offload.kv_tokens} vs {without.kv_tokens}")
-    for name, run in (("without", without), ("with", with_offload)):
-        found += [f"server {name} offload: {problem}" for problem in run.end or ()]
+    for run in (without, with_offload):
+        found += [f"{run.name}: {problem}" for problem in run.end or ()]
     return found
 
 
@@ -109,11 +122,12 @@ def table_rows(without: RunResult, with_offload: RunResult) -> list[tuple[str, s
     tokens, offload, hit_ratio = with_offload.kv_tokens, with_offload.offload, with_offload.hit_ratio
     factor = tokens / without.kv_tokens if without.kv_tokens else 0.0
     needed = _mib(offload.get("device_bytes_without_offload")), _mib(offload.get("device_bytes"))
-    return [
-        both("device memory for KV", lambda run: _mib(run.device_bytes)),
-        ("KV tokens in it", f"{without.kv_tokens:,}", f"{tokens:,} ({factor:.1f}x)"),
+    rows = [
+        both("device memory for KV, of each server", lambda run: _mib(run.device_bytes)),
+        ("KV tokens that fit, for decode", f"{without.kv_tokens:,}", f"{tokens:,} ({factor:.1f}x)"),
         (f"device memory for {tokens:,} tokens", *needed),
         only_with("host memory for KV", _mib(offload.get("host_pool_bytes"))),
+        both("long prompt: first token after", lambda run: f"{_long(run).first_s:.2f} s"),
         both("prefill of a long prompt, tokens/s", lambda run: _speed(_prefill_speed(run))),
         both("decode of one request, tokens/s", lambda run: _speed(_decode_speed(run))),
         both("two at once, prompt and output tokens/s", lambda run: _speed(_pair_speed(run))),
@@ -121,14 +135,21 @@ def table_rows(without: RunResult, with_offload: RunResult) -> list[tuple[str, s
         both("long prompt again: first token after", lambda run: f"{_again(run).first_s:.2f} s"),
         only_with("chosen rows found in the hot pool", NONE if hit_ratio is None else f"{hit_ratio:.1%}"),
         only_with("fetched from host memory in decode", _mib(offload.get("fetched_bytes"))),
-        only_with("streamed from host memory in prefill", _mib(offload.get("prefill_bytes"))),
-        both("all requests", lambda run: f"{sum(run.step_s.values()):.1f} s"),
     ]
+    if with_offload.disaggregated:
+        rows += [
+            only_with("prompt tokens pulled from prefill", f"{with_offload.sources.get(PULLED, 0):,}"),
+            only_with("bytes of that", _mib(offload.get("pulled_bytes"))),
+            only_with("prompt tokens that decode had", f"{with_offload.sources.get(CACHED, 0):,}"),
+        ]
+    else:
+        rows.append(only_with("streamed from host memory in prefill", _mib(offload.get("prefill_bytes"))))
+    return [*rows, both("all requests", lambda run: f"{sum(run.step_s.values()):.1f} s")]
 
 
 def print_table(console: Console, without: RunResult, with_offload: RunResult) -> None:
     """Prints the table and what its speeds mean."""
-    table = Table("", "without offload", "with offload", box=SIMPLE)
+    table = Table("", without.name, with_offload.name, box=SIMPLE)
     for column in table.columns[1:]:
         column.justify = "right"
     for row in table_rows(without, with_offload):
@@ -150,13 +171,19 @@ def print_verdict(console: Console, without: RunResult, with_offload: RunResult)
         console.print("[bold red]FAILED[/]", highlight=False)
         return False
     text = (
-        f"{comparison.answers} answers, {comparison.tokens} tokens: all equal with and without offload "
+        f"{comparison.answers} answers, {comparison.tokens} tokens: all equal {_how(with_offload)} "
         f"(largest log-probability difference {comparison.worst_logprob:.1e})"
     )
     if with_offload.end is not None:
-        text += "; both servers ended cleanly, nothing is left running"
+        text += "; all servers ended cleanly, nothing is left running"
     console.print(f"[bold green]OK[/]: {text}.", highlight=False, soft_wrap=True)
     return True
+
+
+def _how(run: RunResult) -> str:
+    if run.disaggregated:
+        return "from one server and from prefill and decode with offload"
+    return "with and without offload"
 
 
 def as_json(without: RunResult, with_offload: RunResult) -> dict[str, Any]:
@@ -173,13 +200,17 @@ def _again(run: RunResult) -> Answer:
     return run.answers.get(AGAIN, Answer())
 
 
+def _long(run: RunResult) -> Answer:
+    return run.answers.get(LONG, Answer())
+
+
 def _prefill_speed(run: RunResult) -> float:
-    answer = run.answers.get(LONG, Answer())
+    answer = _long(run)
     return answer.prompt_tokens / answer.first_s if answer.first_s else 0.0
 
 
 def _decode_speed(run: RunResult) -> float:
-    answer = run.answers.get(LONG, Answer())
+    answer = _long(run)
     elapsed_s = answer.total_s - answer.first_s
     return (len(answer.token_ids) - 1) / elapsed_s if elapsed_s > 0 and answer.first_s else 0.0
 

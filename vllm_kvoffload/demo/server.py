@@ -1,4 +1,4 @@
-"""One `vllm serve` of the demo: its command line, and a life that ends whatever happens.
+"""One server of the demo, an engine or the proxy: its command line, and a life that ends whatever happens.
 
 The server runs in a session of its own, so that Ctrl-C reaches the demo only, which then ends the server in
 order. `Server.stop` leaves neither a process nor a name in /dev/shm behind, and says if it had to help.
@@ -16,12 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_kvoffload.config import SECTION
+from vllm_kvoffload.connectors.sfa_remote_d2h.config import CONNECTOR
 from vllm_kvoffload.demo.processes import Process, mapped_segments, session_and_descendants
 
 HOST = "127.0.0.1"
@@ -43,13 +45,14 @@ class ServerOptions:
     """What is served.
 
     device_bytes: memory for KV. offload: `sparse_kv_offload_config` without its `enabled`, None for none.
-    port: of HOST.
+    transfer: `--kv-transfer-config`, None for an engine that is neither prefill nor decode. port: of HOST.
     """
 
     checkpoint: Path
     device_bytes: int
     port: int
     offload: Mapping[str, Any] | None = None
+    transfer: Mapping[str, Any] | None = None
     max_model_len: int = 8192
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 1024
@@ -74,6 +77,29 @@ def command_line(options: ServerOptions) -> list[str]:
     if options.offload is not None:
         section = {SECTION: {"enabled": True, **options.offload}}
         command += ["--additional-config", json.dumps(section)]
+    if options.transfer is not None:
+        command += ["--kv-transfer-config", json.dumps(options.transfer)]
+    return command
+
+
+def transfer_options(role: str, kv_port: int, **extra: Any) -> dict[str, Any]:
+    """`ServerOptions.transfer` of a "kv_producer" (prefill) or "kv_consumer" (decode), over NIXL.
+
+    kv_port: where decode's first rank listens. extra: more keys of the connector.
+    """
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_role": role,
+        "kv_port": kv_port,
+        "kv_connector_extra_config": {"transfer_backend": "nixl", **extra},
+    }
+
+
+def proxy_command(port: int, prefill_ports: Sequence[int], decode_ports: Sequence[int]) -> list[str]:
+    """The command of a proxy at `port`, in front of engines of HOST."""
+    command = [sys.executable, "-m", "vllm_kvoffload.cli.main", "proxy", "--host", HOST, "--port", str(port)]
+    for role, ports in (("prefiller", prefill_ports), ("decoder", decode_ports)):
+        command += [f"--{role}-hosts", *[HOST] * len(ports), f"--{role}-ports", *map(str, ports)]
     return command
 
 
@@ -91,6 +117,7 @@ def environment(base: Mapping[str, str], temporary: Path) -> dict[str, str]:
         "TORCHDYNAMO_DISABLE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **kept,
+        "VLLM_HOST_IP": HOST,  # where prefill and decode look for each other
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
@@ -101,9 +128,16 @@ def environment(base: Mapping[str, str], temporary: Path) -> dict[str, str]:
 
 def free_port() -> int:
     """A port of HOST that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """As many different ones."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind((HOST, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 class Server:
