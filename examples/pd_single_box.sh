@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Prefill engine, decode engine with sparse KV offload, and the proxy, on one machine. Ctrl-C ends all three.
+# Prefill engine, decode engine with sparse KV offload, and the proxy, on one machine. Ctrl-C, or the end of one of them,
+# ends all three.
 # Edit the values here, or set them in the environment. PLATFORM=cpu runs on any Linux machine; PLATFORM=ascend shows the
 # same deployment on NPUs and has not been run.
 set -euo pipefail
@@ -14,14 +15,14 @@ DECODE_PORT=${DECODE_PORT:-8200}
 KV_PORT=${KV_PORT:-20050}                     # decode listens here, one port for each of its DP x TP ranks
 MAX_MODEL_LEN=${MAX_MODEL_LEN:-8192}
 MAX_NUM_SEQS=${MAX_NUM_SEQS:-4}
-TOPK_BUFFER_SIZE=${TOPK_BUFFER_SIZE:-512}     # hot rows per request and layer on decode: at least index_topk
+TOPK_BUFFER_SIZE=${TOPK_BUFFER_SIZE:-512}     # decode's hot rows per request and layer: at least index_topk (GLM-5.x: 4096)
 DRAM_GB=${DRAM_GB:-1}                         # decode's host memory for the main KV
 PREFILL_TP=${PREFILL_TP:-1}                   # a multiple of DECODE_TP
 DECODE_TP=${DECODE_TP:-1}
 
 if [[ $PLATFORM == cpu ]]; then
   make setup
-  export PATH=$PWD/.venv/bin:$PATH VLLM_HOST_IP=$HOST
+  export PATH=$PWD/.venv/bin:$PATH
   # vLLM leaves a core of a small machine idle by default, and threads that spin starve the others.
   export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
   BACKEND=nixl
@@ -35,13 +36,15 @@ build_checkpoint(sys.argv[1], MODELS["glm"])
 PYTHON
   fi
 else
+  : "${MODEL:?give a checkpoint}"
   BACKEND=memfabric
   PLATFORM_OPTIONS=()
   PREFILL_DEVICES=${PREFILL_DEVICES:-0,1,2,3,4,5,6,7}
   DECODE_DEVICES=${DECODE_DEVICES:-8,9,10,11,12,13,14,15}
 fi
 
-trap 'trap - EXIT; kill 0; wait' EXIT
+trap 'trap "" INT TERM; kill 0; wait' EXIT      # TERM for all that was started here
+export VLLM_HOST_IP=$HOST                     # what the engines tell each other
 COMMON=(--host "$HOST" --max-model-len "$MAX_MODEL_LEN" --max-num-seqs "$MAX_NUM_SEQS" "${PLATFORM_OPTIONS[@]}")
 
 ASCEND_RT_VISIBLE_DEVICES=${PREFILL_DEVICES:-} vllm serve "$MODEL" "${COMMON[@]}" \
@@ -65,4 +68,6 @@ ASCEND_RT_VISIBLE_DEVICES=${DECODE_DEVICES:-} vllm serve "$MODEL" "${COMMON[@]}"
 
 # The proxy answers at once, and says 503 until both engines are up.
 kvoffload proxy --host "$HOST" --port "$PROXY_PORT" \
-  --prefiller-hosts "$HOST" --prefiller-ports "$PREFILL_PORT" --decoder-hosts "$HOST" --decoder-ports "$DECODE_PORT"
+  --prefiller-hosts "$HOST" --prefiller-ports "$PREFILL_PORT" --decoder-hosts "$HOST" --decoder-ports "$DECODE_PORT" &
+
+wait -n
