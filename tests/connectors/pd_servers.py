@@ -1,211 +1,186 @@
-"""A prefill server, a decode server, and as much of a proxy as it takes to bring a request to both."""
+"""Prefill servers, decode servers and proxies: the real programs, as many as a test wants."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import signal
-import threading
+import sys
+import time
 import uuid
-from collections.abc import Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import httpx
+
+from vllm_kvoffload.demo.client import events, read_metrics
 from vllm_kvoffload.demo.processes import session_and_descendants
-from vllm_kvoffload.demo.server import MODEL_NAME, Server, ServerOptions, command_line, free_port
+from vllm_kvoffload.demo.server import (
+    HOST,
+    MODEL_NAME,
+    Server,
+    ServerOptions,
+    command_line,
+    free_ports,
+    proxy_command,
+    transfer_options,
+)
 
-CONNECTOR = "SfaRemoteD2HConnector"
 LEASE_S = 5.0
 REQUEST_S = 60.0
-READY_S = 240.0
+READY_S = 300.0
+TOLERANCE = 1e-4
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+Topologies = Mapping[str, tuple[Sequence[int], Sequence[int]]]
+"""Proxies by name: the numbers of their prefill servers and of their decode servers."""
 
 
-def transfer_config(role: str, port: int, lease_s: float = LEASE_S, **options: Any) -> str:
-    extra = {"transfer_backend": "nixl", "use_layerwise": True, "lease_s": lease_s, "request_s": REQUEST_S}
-    fields = {"kv_connector": CONNECTOR, "kv_role": role, "kv_port": port, "kv_connector_extra_config": extra}
-    return json.dumps({**fields, **options})
+@dataclass(frozen=True)
+class Engine:
+    """How one server is started. transfer: fields of `--kv-transfer-config`."""
+
+    tp_size: int = 1
+    arguments: tuple[str, ...] = ()
+    transfer: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Answer:
+    """Status and body; a stream's events are put together to what it would be in one piece."""
+
     status: int
     body: dict[str, Any]
 
     @property
+    def choice(self) -> dict[str, Any]:
+        return self.body["choices"][0]
+
+    @property
     def tokens(self) -> list[str]:
-        return self.body["choices"][0]["logprobs"]["tokens"]
+        return self.choice["logprobs"]["tokens"]
 
     @property
-    def logprobs(self) -> list[float]:
-        return self.body["choices"][0]["logprobs"]["token_logprobs"]
-
-    @property
-    def finish_reason(self) -> str:
-        return self.body["choices"][0]["finish_reason"]
+    def cached_tokens(self) -> int:
+        return (self.body["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
-def post(
-    port: int, path: str, body: dict[str, Any], headers: dict[str, str], timeout_s: float = 120
-) -> Answer:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
-    try:
-        content = {"Content-Type": "application/json", **headers}
-        connection.request("POST", path, json.dumps(body), content)
-        answer = connection.getresponse()
-        text = answer.read()
-        return Answer(answer.status, json.loads(text) if text else {})
-    finally:
-        connection.close()
-
-
-def metric(port: int, name: str) -> float:
-    """Sum of a metric's samples."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    try:
-        connection.request("GET", "/metrics")
-        lines = connection.getresponse().read().decode().splitlines()
-    finally:
-        connection.close()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
-
-
-def completion(prompt: list[int], max_tokens: int) -> dict[str, Any]:
+def completion(prompt: Any, max_tokens: int = 12, **more: Any) -> dict[str, Any]:
+    """A greedy completion with logprobs, whose tokens are shown as ids."""
     return {
         "model": MODEL_NAME,
         "prompt": prompt,
         "max_tokens": max_tokens,
         "temperature": 0,
-        "logprobs": 1,
+        "logprobs": 2,
         "ignore_eos": True,
         "return_tokens_as_token_ids": True,
+        **more,
     }
 
 
-@dataclass
-class MetaServer:
-    """Sends the prompt of a posted request to prefill, and answers when that is through.
-
-    hold: prefill is not asked while it is cleared. messages: what decode posted.
-    """
-
-    prefill_port: int
-    bodies: dict[str, dict[str, Any]] = field(default_factory=dict)
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    hold: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self.hold.set()
-
-    @contextmanager
-    def serve(self):
-        owner = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self) -> None:
-                message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                self.send_response(owner.dispatch(message))
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-            def log_message(self, *_args: Any) -> None:
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/v1/metaserver"
-        finally:
-            server.shutdown()
-            server.server_close()
-
-    def dispatch(self, message: dict[str, Any]) -> int:
-        self.messages.append(message)
-        parent = message["request_id"].removeprefix("cmpl-").rsplit("-", 1)[0]
-        if parent not in self.bodies:
-            return 404
-        self.hold.wait(60)
-        body = {**self.bodies[parent], "max_tokens": 1, "kv_transfer_params": message}
-        try:
-            answer = post(self.prefill_port, "/v1/completions", body, {"X-Request-Id": parent})
-        except OSError:
-            return 502
-        return 200 if answer.status == 200 else 502
+def chat(text: str, max_tokens: int = 12, **more: Any) -> dict[str, Any]:
+    """The same as a chat."""
+    body = completion(None, max_tokens, logprobs=True, top_logprobs=2, **more)
+    messages = [{"role": "system", "content": "Answer from the text."}, {"role": "user", "content": text}]
+    return {**{key: value for key, value in body.items() if key != "prompt"}, "messages": messages}
 
 
-class Pair:
-    """Both servers. `prefill` and `decode` may be stopped and started again on their ports.
+def path_of(body: Mapping[str, Any]) -> str:
+    return CHATS if "messages" in body else COMPLETIONS
 
-    tp_sizes: of prefill and decode. arguments: of both. options: fields of their `--kv-transfer-config`.
-    """
 
-    def __init__(
-        self,
-        checkpoint: Path,
-        folder: Path,
-        url: str,
-        ports: tuple[int, int, int],
-        *,
-        tp_sizes: tuple[int, int] = (1, 1),
-        arguments: Sequence[str] = (),
-        **options: Any,
-    ) -> None:
-        self._tp_sizes, self._arguments = tp_sizes, arguments
-        self._checkpoint, self._folder, self._url = checkpoint, folder, url
-        self.prefill_port, self.decode_port, self.kv_port = ports
-        self.meta: MetaServer
-        self._options = options
-        self._starts = 0
+def post(
+    port: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None, timeout_s: float = 120
+) -> Answer:
+    """Sends a request and waits for all of its answer."""
+    url = f"http://{HOST}:{port}{path_of(body)}"
+    answer = httpx.post(url, json=body, headers=dict(headers or {}), timeout=timeout_s)
+    if answer.status_code == 200 and body.get("stream"):
+        return Answer(200, folded(answer.content))
+    return Answer(answer.status_code, answer.json() if answer.content else {})
 
-    def _server(self, role: str, port: int, tp_size: int, offload: dict[str, Any] | None) -> Server:
-        self._starts += 1
-        options = ServerOptions(
-            self._checkpoint,
-            32 << 20,
-            port,
-            offload,
-            max_model_len=2048,
-            max_num_seqs=4,
-            max_num_batched_tokens=256,
-        )
-        command = [
-            *command_line(options),
-            "--kv-transfer-config",
-            transfer_config(role, self.kv_port, **self._options),
-            "--tensor-parallel-size",
-            str(tp_size),
-            *self._arguments,
-        ]
-        return Server(command, self._folder / f"{role}-{self._starts}.log", port)
 
-    def start_prefill(self) -> Server:
-        self.prefill = self._server("kv_producer", self.prefill_port, self._tp_sizes[0], None)
-        return self.prefill
+def folded(stream: bytes) -> dict[str, Any]:
+    """What the events of a stream say together, in the form of an answer that isn't streamed."""
+    choices: dict[int, dict[str, Any]] = {}
+    usage = None
+    found = list(events(stream.splitlines(keepends=True)))
+    assert found[-1] == "[DONE]", found[-1]
+    for data in found[:-1]:
+        event = json.loads(data)
+        assert "error" not in event, event
+        usage = event.get("usage") or usage
+        for piece in event["choices"]:
+            _append(choices.setdefault(piece["index"], {"index": piece["index"]}), piece)
+    return {"choices": [choices[index] for index in sorted(choices)], "usage": usage}
 
-    def start_decode(self) -> Server:
-        offload = {"topk_buffer_size": 128, "dram_size_per_dp_GB": 1}
-        self.decode = self._server("kv_consumer", self.decode_port, self._tp_sizes[1], offload)
-        return self.decode
 
-    def ask(self, prompt: list[int], max_tokens: int = 12, timeout_s: float = 120) -> Answer:
-        """Through decode, whose KV comes from prefill."""
-        parent = uuid.uuid4().hex
-        body = completion(prompt, max_tokens)
-        self.meta.bodies[parent] = body
-        params = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": self._url}
-        sent = {**body, "kv_transfer_params": params}
-        return post(self.decode_port, "/v1/completions", sent, {"X-Request-Id": parent}, timeout_s)
+def _append(choice: dict[str, Any], piece: Mapping[str, Any]) -> None:
+    """Adds an event's piece to a choice: texts and lists grow, the rest is replaced."""
+    for key, value in piece.items():
+        target = "message" if key == "delta" else key
+        if value is None:
+            choice.setdefault(target, None)
+        elif isinstance(value, dict) and target in ("message", "logprobs"):
+            if choice.get(target) is None:
+                choice[target] = {}
+            _append(choice[target], value)
+        elif isinstance(value, (str, list)) and choice.get(target) and target not in LATEST:
+            choice[target] = choice[target] + value
+        else:
+            choice[target] = value
 
-    def reference(self, prompt: list[int], max_tokens: int = 12) -> Answer:
-        """From the prefill server alone, which is an engine without offload."""
-        return post(self.prefill_port, "/v1/completions", completion(prompt, max_tokens), {})
+
+LATEST = ("role", "finish_reason", "index", "stop_reason")
+NOT_COMPARED = {"id", "created", "kv_transfer_params", "system_fingerprint", "prompt_tokens_details"}
+
+
+def check_same(answer: Answer, reference: Answer) -> None:
+    """Everything an answer says but names, times and what was cached; log-probabilities to TOLERANCE."""
+    assert (answer.status, reference.status) == (200, 200), (answer.body, reference.body)
+    differences = list(_differences(answer.body, reference.body, ""))
+    assert not differences, differences[:3]
+
+
+def _differences(a: Any, b: Any, where: str) -> Iterator[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in sorted((a.keys() | b.keys()) - NOT_COMPARED):
+            yield from _differences(a.get(key), b.get(key), f"{where}.{key}")
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for index, (one, other) in enumerate(zip(a, b, strict=True)):
+            yield from _differences(one, other, f"{where}[{index}]")
+    elif isinstance(a, float) and isinstance(b, float):
+        if abs(a - b) >= TOLERANCE:
+            yield f"{where}: {a} is not {b}"
+    elif a != b:
+        yield f"{where}: {a!r} is not {b!r}"
+
+
+def metric(server: Server, name: str) -> float:
+    """Sum of a metric's samples."""
+    return sum(sample.value for sample in read_metrics(server.port, 30.0).get(name, ()))
+
+
+def wait_for(condition: Callable[[], bool], deadline_s: float, what: str) -> float:
+    """Seconds until it holds."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < deadline_s, what
+        time.sleep(0.1)
+    return time.monotonic() - begin
+
+
+def wait_free(server: Server, deadline_s: float) -> float:
+    """Seconds until a server holds no KV block and runs no request."""
+    names = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
+    return wait_for(lambda: not any(metric(server, name) for name in names), deadline_s, "blocks are held")
 
 
 def kill(server: Server, sig: int = signal.SIGKILL) -> None:
@@ -214,19 +189,128 @@ def kill(server: Server, sig: int = signal.SIGKILL) -> None:
         os.kill(process.pid, sig)
 
 
-@contextmanager
-def pair(checkpoint: Path, folder: Path, **options: Any):
-    """A running pair; options as for :class:`Pair`."""
-    os.environ["VLLM_HOST_IP"] = "127.0.0.1"
-    os.environ["OMP_NUM_THREADS"] = "1"  # two engines share few cores with the tests
-    prefill_port, decode_port = free_port(), free_port()
-    meta = MetaServer(prefill_port)
-    with ExitStack() as stack:
-        url = stack.enter_context(meta.serve())
-        made = Pair(checkpoint, folder, url, (prefill_port, decode_port, free_port()), **options)
-        made.meta = meta
-        stack.callback(lambda: [server.stop(20) for server in (made.prefill, made.decode)])
-        made.start_prefill(), made.start_decode()
-        for server in (made.prefill, made.decode):
+class Fleet:
+    """Servers and proxies; :func:`fleet` starts and ends them. Servers may be started again on their ports.
+
+    lease_s: of all engines. arguments: of all engines.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        folder: Path,
+        *,
+        prefill: Sequence[Engine] = (Engine(),),
+        decode: Sequence[Engine] = (Engine(),),
+        topologies: Topologies | None = None,
+        lease_s: float = LEASE_S,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        self._checkpoint, self._folder = checkpoint, folder
+        self._engines = {"prefill": prefill, "decode": decode}
+        self._topologies = topologies or {"1P1D": ((0,), (0,))}
+        self._lease_s, self._arguments = lease_s, tuple(arguments)
+        ports = iter(free_ports(len(prefill) + 2 * len(decode) + len(self._topologies)))
+        self._ports = {role: [next(ports) for _ in engines] for role, engines in self._engines.items()}
+        self._kv_ports = [next(ports) for _ in decode]
+        self._proxy_ports = {name: next(ports) for name in self._topologies}
+        self._starts = 0
+        self.prefill: dict[int, Server] = {}
+        self.decode: dict[int, Server] = {}
+        self.proxies: dict[str, Server] = {}
+
+    @property
+    def servers(self) -> list[Server]:
+        """All, as they are now."""
+        return [*self.prefill.values(), *self.decode.values(), *self.proxies.values()]
+
+    def start(self) -> None:
+        """Starts everything and waits until it serves."""
+        for number in range(len(self._engines["prefill"])):
+            self.start_prefill(number)
+        for number in range(len(self._engines["decode"])):
+            self.start_decode(number)
+        for name, (prefill, decode) in self._topologies.items():
+            command = proxy_command(
+                self._proxy_ports[name],
+                [self._ports["prefill"][number] for number in prefill],
+                [self._ports["decode"][number] for number in decode],
+            )
+            command += ["--probe-interval", "1", "--first-output-timeout", "120"]
+            log = self._folder / f"proxy-{name}.log"
+            self.proxies[name] = Server(command, log, self._proxy_ports[name])
+        for server in self.servers:
             server.wait_ready(READY_S)
+
+    def start_prefill(self, number: int = 0) -> Server:
+        self.prefill[number] = self._server("prefill", number, self._kv_ports[0], None)
+        return self.prefill[number]
+
+    def start_decode(self, number: int = 0) -> Server:
+        offload = {"topk_buffer_size": 128, "dram_size_per_dp_GB": 1}
+        self.decode[number] = self._server("decode", number, self._kv_ports[number], offload)
+        return self.decode[number]
+
+    def _server(self, role: str, number: int, kv_port: int, offload: dict[str, Any] | None) -> Server:
+        engine, port = self._engines[role][number], self._ports[role][number]
+        kv_role = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
+        times = {"lease_s": self._lease_s, "request_s": REQUEST_S}
+        options = ServerOptions(
+            self._checkpoint,
+            32 << 20,
+            port,
+            offload,
+            transfer={**transfer_options(kv_role, kv_port, **times), **engine.transfer},
+            max_model_len=2048,
+            max_num_seqs=4,
+            max_num_batched_tokens=256,
+        )
+        command = [*command_line(options), "--tensor-parallel-size", str(engine.tp_size)]
+        command += [*self._arguments, *engine.arguments]
+        self._starts += 1
+        # One thread each: several engines share few cores with the tests.
+        with patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **engine.environment}):
+            return Server(command, self._folder / f"{role}-{number}-{self._starts}.log", port)
+
+    def stop(self) -> list[str]:
+        """Ends everything; what was not as it should be, one line each."""
+        servers = self.servers
+        with ThreadPoolExecutor(max(1, len(servers))) as threads:
+            found = list(threads.map(lambda server: server.stop(30.0), servers))
+        pairs = zip(servers, found, strict=True)
+        return [f"{server.log.name}: {line}" for server, lines in pairs for line in lines]
+
+    def ask(self, body: Mapping[str, Any], topology: str = "1P1D", timeout_s: float = 120) -> Answer:
+        """Through a proxy."""
+        return post(self.proxies[topology].port, body, timeout_s=timeout_s)
+
+    def reference(self, body: Mapping[str, Any]) -> Answer:
+        """From a prefill server alone, which is an engine without offload, and with nothing cached."""
+        server = self.prefill[max(self.prefill)]
+        return post(server.port, {**body, "cache_salt": uuid.uuid4().hex})
+
+    def check(self, body: Mapping[str, Any], topology: str = "1P1D") -> Answer:
+        """The proxy's answer, which must be the reference's."""
+        answer = self.ask(body, topology)
+        check_same(answer, self.reference(body))
+        return answer
+
+    def orphan(self, body: Mapping[str, Any], number: int = 0, topology: str = "1P1D") -> Answer:
+        """From a decode server, for a request that the proxy does not know: nobody prefills it."""
+        url = f"http://{HOST}:{self.proxies[topology].port}/v1/metaserver"
+        params = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": url}
+        headers = {"X-Request-Id": uuid.uuid4().hex}
+        return post(self.decode[number].port, {**body, "kv_transfer_params": params}, headers)
+
+
+@contextmanager
+def fleet(checkpoint: Path, folder: Path, **options: Any) -> Iterator[Fleet]:
+    """Running servers and proxies; options as for :class:`Fleet`."""
+    made = Fleet(checkpoint, folder, **options)
+    try:
+        made.start()
         yield made
+    finally:
+        problems = made.stop()
+        if sys.exc_info()[0] is None:
+            assert not problems, problems

@@ -1,37 +1,91 @@
-"""Two real servers: the same tokens as one engine without offload, and faults that hit one request at most.
+"""Two prefill and two decode servers behind real proxies: the same answers as one engine without offload.
 
-The reference is the prefill server itself, which computes a request alone when nobody asks for its KV.
+The reference is a prefill server asked directly: without a rendezvous it is an engine of its own. The second
+decode server recomputes what it can't load, has few blocks, and reads wrong KV when a test says so.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
 import random
-import threading
 import time
-import uuid
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
-from pd_servers import LEASE_S, READY_S, Answer, Pair, completion, kill, metric, pair, post
+from pd_servers import (
+    LEASE_S,
+    READY_S,
+    Answer,
+    Engine,
+    Fleet,
+    chat,
+    check_same,
+    completion,
+    fleet,
+    kill,
+    metric,
+    path_of,
+    post,
+    wait_for,
+    wait_free,
+)
 
 from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
+from vllm_kvoffload.demo.text import load_text
 
 pytest.importorskip("nixl_cu12")
 pytestmark = pytest.mark.slow
 
-TOLERANCE = 1e-4
+TOPOLOGIES = {"1P1D": ((0,), (0,)), "2P1D": ((0, 1), (0,)), "1P2D": ((0,), (0, 1)), "other": ((0,), (1,))}
+POSTS = "kvoffload_proxy_metaserver_posts_total"
+PULLED = "vllm:external_prefix_cache_hits_total"  # tokens
+BLOCK = 64
+SPOILED = """
+from pathlib import Path
+from vllm_kvoffload.connectors.sfa_remote_d2h import consumer
+
+shares = consumer.Consumer._shares
+
+
+def spoiled(self, peer, pairs):
+    main, indexer = shares(self, peer, pairs)
+    without = Path({flag!r}).read_text()
+    return () if "main" in without else main, () if "indexer" in without else indexer
+
+
+consumer.Consumer._shares = spoiled
+"""
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return build_checkpoint(tmp_path_factory.mktemp("model") / "glm-tiny", MODELS["glm-tiny"])
+def flag(tmp_path_factory) -> Path:
+    """What the second decode server does not read is written here."""
+    path = tmp_path_factory.mktemp("patch") / "without"
+    path.write_text("")
+    (path.parent / "sitecustomize.py").write_text(SPOILED.format(flag=str(path)))
+    return path
 
 
 @pytest.fixture(scope="module")
-def servers(checkpoint, tmp_path_factory):
-    with pair(checkpoint, tmp_path_factory.mktemp("pd")) as running:
+def servers(flag, tmp_path_factory):
+    checkpoint = build_checkpoint(tmp_path_factory.mktemp("model") / "glm-tiny", MODELS["glm-tiny"])
+    other = Engine(
+        arguments=("--num-gpu-blocks-override", "40"),
+        transfer={"kv_load_failure_policy": "recompute"},
+        environment={
+            "PYTHONPATH": os.pathsep.join([str(flag.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        },
+    )
+    with fleet(
+        checkpoint,
+        tmp_path_factory.mktemp("pd"),
+        prefill=(Engine(), Engine()),
+        decode=(Engine(), other),
+        topologies=TOPOLOGIES,
+    ) as running:
         yield running
 
 
@@ -40,137 +94,234 @@ def prompt(length: int, seed: int) -> list[int]:
     return [rng.randrange(5, 2000) for _ in range(length)]
 
 
-def check_same(answer: Answer, reference: Answer) -> None:
-    assert (answer.status, reference.status) == (200, 200)
-    assert answer.tokens == reference.tokens
-    assert max(abs(a - b) for a, b in zip(answer.logprobs, reference.logprobs, strict=True)) < TOLERANCE
+def essay(characters: int, start: int) -> str:
+    """Text of the demo's essay; it has 2 to 3 characters per token here."""
+    return load_text()[start : start + characters]
 
 
-def wait_free(port: int, deadline_s: float) -> float:
-    """Seconds until a server holds no KV block."""
-    begin = time.monotonic()
-    while metric(port, "vllm:kv_cache_usage_perc") or metric(port, "vllm:num_requests_running"):
-        assert time.monotonic() - begin < deadline_s, "KV blocks are still held"
-        time.sleep(0.2)
-    return time.monotonic() - begin
+# ------------------------------------------------------------------------------------------ the same answers
 
 
-def start_request(servers: Pair, tokens: list[int]) -> http.client.HTTPConnection:
-    """A request whose client may go away."""
-    parent = uuid.uuid4().hex
-    body = completion(tokens, 200)
-    servers.meta.bodies[parent] = body
-    params = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": servers._url}
-    connection = http.client.HTTPConnection("127.0.0.1", servers.decode_port, timeout=60)
-    headers = {"Content-Type": "application/json", "X-Request-Id": parent}
-    connection.request("POST", "/v1/completions", json.dumps({**body, "kv_transfer_params": params}), headers)
-    return connection
-
-
-def wait_for_messages(servers: Pair, count: int) -> None:
-    end = time.monotonic() + 30
-    while len(servers.meta.messages) < count:
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize("length", [10, 64, 65, 200, 256, 700, 1500])
-def test_same_tokens_as_one_engine(servers, length):
+@pytest.mark.parametrize("length", [1, 10, 64, 65, 200, 256, 700, 1500])
+def test_prompt_lengths(servers, length):
     """Below and above top-k (64), whole blocks and not, one chunk and several (of 256)."""
-    tokens = prompt(length, seed=length)
-    check_same(servers.ask(tokens), servers.reference(tokens))
-    message = servers.meta.messages[-1]
-    assert set(message) == {
-        "request_id", "do_remote_prefill", "do_remote_decode", "remote_engine_id", "remote_host",
-        "remote_port", "remote_tp_size", "remote_pcp_size", "remote_dcp_size", "remote_cached_tokens",
-    }  # fmt: skip
-    assert message["remote_cached_tokens"] == 0
+    before = metric(servers.decode[0], PULLED)
+    answer = servers.check(completion(prompt(length, seed=length)))
+    assert answer.cached_tokens == 0
+    assert metric(servers.decode[0], PULLED) - before == length
+
+
+SHAPES = {
+    "text": completion(essay(700, 0)),
+    "top-logprobs": completion(essay(400, 1000), logprobs=5),
+    "echo": {**completion(essay(300, 2000)), "logprobs": None, "echo": True},
+    "stop": completion(essay(600, 3000), 40, stop=["e", "a"], include_stop_str_in_output=True),
+    "sampled": completion(essay(600, 4000), temperature=1.0, seed=3),
+    "truncated": completion(essay(900, 5000), truncate_prompt_tokens=150),
+    "texts": completion([essay(500, 6000), essay(80, 7000), essay(900, 8000)]),
+    "token-ids": completion([prompt(300, seed=20), prompt(30, seed=21)]),
+    "two-sampled": completion(essay(500, 9000), n=2, temperature=1.0, seed=5),
+    "texts-two-sampled": completion([essay(300, 9500), essay(90, 9900)], n=2, temperature=1.0, seed=6),
+    "chat": chat(essay(800, 10000)),
+    "chat-short": chat("Why?", max_completion_tokens=7),
+    "chat-two-sampled": chat(essay(500, 11000), n=2, temperature=1.0, seed=7),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kinds_of_requests(servers, shape, stream):
+    """All of the answer, usage too. Streamed: after the other, so with what that left in the caches."""
+    body = {**SHAPES[shape], "stream": stream}
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    answer = servers.check(body)
+    assert answer.body["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("make", [completion, chat])
+def test_two_greedy_choices_are_equal(servers, make, stream):
+    """An engine refuses them, the proxy asks twice."""
+    body = {**make(essay(600, 12000)), "stream": stream}
+    assert servers.reference({**body, "n": 2}).status == 400
+    answer, reference = servers.ask({**body, "n": 2}), servers.reference(body)
+    assert [choice["index"] for choice in answer.body["choices"]] == [0, 1]
+    for choice in answer.body["choices"]:
+        check_same(Answer(200, {**reference.body, "choices": [{**choice, "index": 0}]}), reference)
+
+
+WRONG = {
+    "too long": {"prompt": prompt(2100, seed=22)},
+    "temperature": {"temperature": -1},
+    "max_tokens": {"max_tokens": 0},
+    "logprobs": {"logprobs": 99},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_an_engine_refuses_is_refused_alike(servers, wrong, stream):
+    """With a status, also where an engine would begin a stream and say it there."""
+    body = {**completion(prompt(100, seed=23)), **WRONG[wrong]}
+    answer, reference = servers.ask({**body, "stream": stream}), servers.reference(body)
+    assert answer.status == reference.status == 400
+    assert answer.body["error"]["message"] == reference.body["error"]["message"]
+
+
+# ---------------------------------------------------------------------------------------------------- caches
 
 
 def test_cached_blocks_are_not_pulled_again(servers):
     shared = prompt(320, seed=1)
     for tail, cached in [(prompt(100, seed=2), 0), (prompt(180, seed=3), 320)]:
-        tokens = shared + tail
-        check_same(servers.ask(tokens), servers.reference(tokens))
-        assert servers.meta.messages[-1]["remote_cached_tokens"] == cached
+        before = metric(servers.decode[0], PULLED)
+        answer = servers.check(completion(shared + tail))
+        assert metric(servers.decode[0], PULLED) - before == len(shared + tail) - cached
+        assert answer.cached_tokens == cached, "prefill has them too"
 
 
-def test_a_prefix_hit_on_prefill(servers):
+def test_a_prefix_hit_on_prefill_alone(servers):
     """Prefill has blocks in its cache that decode lacks: they are published all the same."""
     shared = prompt(400, seed=4)
-    servers.reference([*shared, 7, 8, 9])
-    tokens = shared + prompt(50, seed=5)
-    check_same(servers.ask(tokens), servers.reference(tokens))
+    post(servers.prefill[0].port, completion([*shared, 7, 8, 9]))
+    before = metric(servers.decode[0], PULLED)
+    answer = servers.check(completion(shared + prompt(50, seed=5)))
+    assert answer.cached_tokens == 400 // BLOCK * BLOCK
+    assert metric(servers.decode[0], PULLED) - before == 450
 
 
-def test_several_at_once(servers):
-    prompts = [prompt(length, seed=100 + length) for length in (30, 300, 500, 90, 620, 257)]
-    with ThreadPoolExecutor(len(prompts)) as threads:
-        answers = list(threads.map(servers.ask, prompts))
-    for tokens, answer in zip(prompts, answers, strict=True):
-        check_same(answer, servers.reference(tokens))
-    for port in (servers.prefill_port, servers.decode_port):
-        wait_free(port, 20)
+def test_a_prefix_hit_on_decode_alone(servers):
+    """Decode has blocks that this prefill lacks; it reports prefill's cache, not its own."""
+    shared = prompt(300, seed=6)
+    post(servers.decode[0].port, completion([*shared, 7, 8, 9]))
+    before = metric(servers.decode[0], PULLED)
+    answer = servers.check(completion(shared + prompt(100, seed=7)))
+    assert answer.cached_tokens == 0
+    assert metric(servers.decode[0], PULLED) - before == 400 - 300 // BLOCK * BLOCK
 
 
-def test_a_client_that_goes_away_frees_both_sides(servers):
-    before = len(servers.meta.messages)
-    connections = [start_request(servers, prompt(1200, seed=200 + n)) for n in range(3)]
-    wait_for_messages(servers, before + 1)
-    for connection in connections:
-        connection.close()
-    for port in (servers.decode_port, servers.prefill_port):
-        assert wait_free(port, 30) < 30
-    tokens = prompt(333, seed=6)
-    check_same(servers.ask(tokens), servers.reference(tokens))
+# ------------------------------------------------------------------------------------------------ topologies
 
 
-def test_a_metaserver_that_refuses_fails_the_request_only(servers):
-    parent = uuid.uuid4().hex  # which the metaserver does not know
-    params = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": servers._url}
-    body = {**completion(prompt(100, seed=7), 4), "kv_transfer_params": params}
-    begin = time.monotonic()
-    answer = post(servers.decode_port, "/v1/completions", body, {"X-Request-Id": parent})
-    assert answer.status == 500
-    assert time.monotonic() - begin < 20
-    wait_free(servers.decode_port, 10)
+@pytest.mark.parametrize("topology", ["1P1D", "2P1D", "1P2D"])
+def test_several_at_once(servers, topology):
+    """Streamed and whole, completions and chats side by side; every engine of the topology takes part."""
+    seed = 100 * len(topology) + list(TOPOLOGIES).index(topology)
+    bodies = [completion(prompt(length, seed + length)) for length in (30, 300, 500, 90, 620)]
+    bodies.append(chat(essay(700, 13000 + seed)))
+    for body in bodies[::2]:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    prefill, decode = TOPOLOGIES[topology]
+    engines = [*(servers.prefill[n] for n in prefill), *(servers.decode[n] for n in decode)]
+    before = [metric(engine, "vllm:request_success_total") for engine in engines]
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        answers = list(threads.map(lambda body: servers.ask(body, topology), bodies))
+    assert all(metric(e, "vllm:request_success_total") > n for e, n in zip(engines, before, strict=True))
+    for body, answer in zip(bodies, answers, strict=True):
+        check_same(answer, servers.reference(body))
+    for engine in engines:
+        wait_free(engine, 20)
+
+
+# -------------------------------------------------------------------- what is wrong must show, or be mended
+
+
+@pytest.mark.parametrize("without", ["main", "indexer", "main indexer"])
+def test_the_control_without_some_kv_differs(servers, flag, without):
+    """Attended to is then what another request left there, or nobody: above top-k the answer changes."""
+    body = completion(prompt(700, seed=31))
+    flag.write_text(without)
+    try:
+        answer = servers.ask({**body, "cache_salt": without}, "other")
+    finally:
+        flag.write_text("")
+    reference = servers.reference(body)
+    assert answer.status == 200
+    assert answer.tokens != reference.tokens
+    check_same(servers.ask(body, "other"), reference)
+
+
+def test_recompute(servers):
+    """Nobody prefills, so decode computes the prompt itself, from what it has cached."""
+    shared = prompt(256, seed=32)
+    servers.check(completion(shared + [9] * 10), "other")
+    for tokens in (prompt(300, seed=33), shared + prompt(200, seed=34)):
+        check_same(servers.orphan(completion(tokens), 1), servers.reference(completion(tokens)))
+
+
+def test_preempted_on_decode(servers):
+    """Blocks run out on decode while requests grow: what is preempted is computed there."""
+    bodies = [completion(prompt(560, seed=300 + n), 150) for n in range(4)]
+    before = metric(servers.decode[1], "vllm:num_preemptions_total")
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        answers = list(threads.map(lambda body: servers.ask(body, "other"), bodies))
+    assert metric(servers.decode[1], "vllm:num_preemptions_total") > before
+    for body, answer in zip(bodies, answers, strict=True):
+        check_same(answer, servers.reference(body))
+    wait_free(servers.decode[1], 20)
 
 
 def test_a_request_without_transfer_is_computed_by_decode_itself(servers):
-    tokens = prompt(300, seed=8)
-    alone = post(servers.decode_port, "/v1/completions", completion(tokens, 12), {})
-    check_same(alone, servers.reference(tokens))
+    body = completion(prompt(300, seed=8))
+    check_same(post(servers.decode[0].port, body), servers.reference(body))
+
+
+# --------------------------------------------------------------------------------------------------- failures
+
+
+def test_a_request_that_nobody_prefills_fails_alone(servers):
+    begin = time.monotonic()
+    assert servers.orphan(completion(prompt(100, seed=9), 4)).status == 500
+    assert time.monotonic() - begin < 20
+    wait_free(servers.decode[0], 10)
+
+
+def start_request(servers: Fleet, tokens: list[int]) -> http.client.HTTPConnection:
+    """A request whose client may go away."""
+    connection = http.client.HTTPConnection("127.0.0.1", servers.proxies["1P1D"].port, timeout=60)
+    body = completion(tokens, 200)
+    connection.request("POST", path_of(body), json.dumps(body), {"Content-Type": "application/json"})
+    return connection
+
+
+def wait_for_rendezvous(servers: Fleet, count: float) -> None:
+    wait_for(lambda: metric(servers.proxies["1P1D"], POSTS) >= count, 30, "decode did not post")
+
+
+def test_a_client_that_goes_away_frees_both_sides(servers):
+    before = metric(servers.proxies["1P1D"], POSTS)
+    connections = [start_request(servers, prompt(1200, seed=200 + n)) for n in range(3)]
+    wait_for_rendezvous(servers, before + 1)
+    for connection in connections:
+        connection.close()
+    for server in (servers.decode[0], servers.prefill[0]):
+        assert wait_free(server, 30) < 30
+    servers.check(completion(prompt(333, seed=12)))
 
 
 def test_decode_restarts(servers):
     """Prefill gets its blocks back when the lease ends, and works with decode's next session."""
-    before = len(servers.meta.messages)
-    connection = start_request(servers, prompt(1500, seed=9))
-    wait_for_messages(servers, before + 1)
-    time.sleep(0.1)
-    kill(servers.decode)
-    servers.decode.stop(1)
+    before = metric(servers.proxies["1P1D"], POSTS)
+    connection = start_request(servers, prompt(1500, seed=10))
+    wait_for_rendezvous(servers, before + 1)
+    kill(servers.decode[0])
+    servers.decode[0].stop(1)
     connection.close()
-    assert wait_free(servers.prefill_port, 60) < LEASE_S + 20
-    servers.start_decode().wait_ready(READY_S)
-    tokens = prompt(450, seed=10)
-    check_same(servers.ask(tokens), servers.reference(tokens))
+    assert wait_free(servers.prefill[0], 60) < LEASE_S + 20
+    servers.start_decode(0).wait_ready(READY_S)
+    servers.proxies["1P1D"].wait_ready(30)
+    servers.check(completion(prompt(450, seed=11)))
 
 
 def test_prefill_dies_while_decode_pulls(servers):
-    """The request fails, nothing wrong is said; decode serves on with the next prefill."""
-    got: list[Answer] = []
-    before = len(servers.meta.messages)
-    asking = threading.Thread(target=lambda: got.append(servers.ask(prompt(1900, seed=11))))
-    asking.start()
-    wait_for_messages(servers, before + 1)
-    time.sleep(0.1)
-    kill(servers.prefill)
-    servers.prefill.stop(1)
-    asking.join(60)
-    assert got
-    assert got[0].status == 500
-    wait_free(servers.decode_port, 20)
-    servers.start_prefill().wait_ready(READY_S)
-    tokens = prompt(450, seed=12)
-    check_same(servers.ask(tokens), servers.reference(tokens))
+    """The request fails, nothing wrong is said; decode serves on with another prefill."""
+    before = metric(servers.proxies["1P1D"], POSTS)
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(servers.ask, completion(prompt(1900, seed=13)))
+        wait_for_rendezvous(servers, before + 1)
+        kill(servers.prefill[0])
+        servers.prefill[0].stop(1)
+        assert asked.result(60).status >= 500
+    wait_free(servers.decode[0], 20)
+    servers.check(completion(prompt(450, seed=14)), "2P1D")
