@@ -25,6 +25,7 @@ from vllm_kvoffload.proxy.asgi import (
     respond,
     respond_failure,
     respond_json,
+    transport_of,
 )
 from vllm_kvoffload.proxy.calls import Call, parse_call
 from vllm_kvoffload.proxy.core import Core, Trace, logger
@@ -229,6 +230,7 @@ class ProxyApp:
             if not call.stream:
                 await answer.whole(await generation.answer())
                 return
+            generation.push_to(answer.push)
             write, read = answer.write, generation.read
             while data := await read():
                 await write(data)
@@ -255,6 +257,7 @@ class Answer:
         self.guard = guard
         self._send = send
         self._trace = trace
+        self._transport = transport_of(send)
         self._started = False
 
     async def _start(self, content_type: bytes, length: int | None = None) -> None:
@@ -275,6 +278,17 @@ class Answer:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         guard.sending = False
         guard.sent_bytes += len(data)
+
+    def push(self, data: bytes) -> bool:
+        """A later piece of a stream, written without waiting; False where something still waits before it."""
+        if self._transport is None or self._transport.get_write_buffer_size():
+            return False
+        try:  # a coroutine that has nothing to wait for ends at its first step
+            self._send({"type": "http.response.body", "body": data, "more_body": True}).send(None)
+        except StopIteration:
+            self.guard.sent_bytes += len(data)
+            return True
+        raise RuntimeError("the server waits to send though nothing waits before it")
 
     async def finish(self) -> None:
         """The stream's end."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
 import msgspec
@@ -13,12 +13,18 @@ from vllm_kvoffload.proxy.errors import JSON, HttpFailure
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+Send = Callable[[Message], Coroutine[Any, Any, None]]
 SSE = b"text/event-stream; charset=utf-8"
 
 
 class ClientGone(Exception):
     """The client closed its connection before the request was read."""
+
+
+def transport_of(send: Send) -> asyncio.WriteTransport | None:
+    """The client's connection under uvicorn; None under another server."""
+    transport: asyncio.WriteTransport | None = getattr(getattr(send, "__self__", None), "transport", None)
+    return transport
 
 
 async def read_body(receive: Receive, limit: int, deadline: float) -> bytes:
@@ -122,7 +128,7 @@ class Guard:
         elif now > self._stalled_at:
             self._end("client stalled")
             # ASGI has no word for this, and uvicorn would wait for ever to send the rest.
-            transport = getattr(getattr(self._send, "__self__", None), "transport", None)
+            transport = transport_of(self._send)
             if transport is not None:
                 transport.abort()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +48,7 @@ class Generation:
         self._transcript = Transcript(route.kind)
         self._identity = Identity()
         self._seen = False
+        self._push: Callable[[bytes], bool] | None = None
         self._made_tokens = 0  # in earlier dispatches
         self._offset = 0  # characters made in earlier dispatches
         self._recomputes = 0
@@ -89,12 +91,30 @@ class Generation:
 
     # streams
 
+    def push_to(self, push: Callable[[bytes], bool]) -> None:
+        """From the second piece on ``push`` gets, outside any task, what :meth:`read` would return.
+
+        What ``push`` can't take now it returns False for: that comes by :meth:`read`, and nothing before it.
+        """
+        self._push = push
+
+    def _take(self, data: bytes) -> bool:
+        """The connection's taker: passes on what needs no second look. This is per token."""
+        assert self._push is not None
+        if MARK in data or CACHED in data or not self._buffer.passes(data) or not self._push(data):
+            return False
+        self._transcript.add(data)
+        return True
+
     async def read(self) -> bytes:
         """Whole events, at least one; empty at the end. Raises ``HttpFailure``."""
         while True:
             assert self._dispatch is not None
+            connection = self._dispatch.connection
+            if self._push is not None and self._seen and not self._recomputes:
+                connection.taker = self._take
             try:
-                data = await self._dispatch.connection.read()
+                data = await connection.read()
             except UpstreamError as error:
                 await self._may_retry(error)
                 await self.start()

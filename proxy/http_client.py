@@ -1,7 +1,8 @@
 """A lean HTTP/1.1 client for engines: keep-alive, streamed answers, a deadline on every wait.
 
 Each connection is an asyncio protocol over llhttp's parser (httptools). What one read of the socket brings is
-handed over as one piece, however many chunks it has: a relay's cost is per piece.
+handed over as one piece, however many chunks it has: a relay's cost is per piece. A piece that a reader waits
+for goes to the connection's `taker` first, if it has one: what that takes needs no task to be woken.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Connection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._size = 0
         self._waiter: asyncio.Future[None] | None = None
+        self.taker: Callable[[bytes], bool] | None = None
 
     # asyncio's protocol
 
@@ -74,12 +76,24 @@ class Connection(asyncio.Protocol):
             self.fail(UpstreamError(f"{self.address} sent no HTTP: {error}", sent=True))
             self._abort()
             return
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            if self.taker is not None and self._taken(self.taker):
+                return
+            waiter.set_result(None)
         if self._size > HIGH_WATER and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+
+    def _taken(self, taker: Callable[[bytes], bool]) -> bool:
+        """Whether all there is was taken, so that the reader may sleep on."""
+        parts = self._parts
+        if parts:
+            if not taker(parts[0] if len(parts) == 1 else b"".join(parts)):
+                return False
+            parts.clear()
+            self._size = 0
+        return not self._complete
 
     # httptools' parser
 
@@ -206,6 +220,7 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Ends the exchange: an engine that is still answering sees its client go."""
+        self.taker = None
         self._client.give_back(self, reusable=self._complete and self._keep and not self._parts)
 
     def abort(self) -> None:

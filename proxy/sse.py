@@ -24,16 +24,18 @@ class EventBuffer:
     def __init__(self) -> None:
         self._tail = b""
 
+    def passes(self, data: bytes) -> bool:
+        """Whether ``data`` is plainly a number of whole events, and nothing is held back before it."""
+        return not self._tail and data.endswith(b"\n\n") and b"\r" not in data
+
     def feed(self, data: bytes) -> bytes:
         """All events that end in ``data``, byte for byte; what comes after them is kept.
 
         In the usual case ``data`` is a number of whole events, and comes back as it is.
         """
-        if not self._tail:
-            if data.endswith(b"\n\n") and b"\r" not in data:
-                return data
-        else:
-            data = self._tail + data
+        if self.passes(data):
+            return data
+        data = self._tail + data
         if b"\r" not in data:
             end = data.rfind(b"\n\n")
             end = end + 2 if end >= 0 else 0
@@ -62,13 +64,16 @@ def split(events: bytes) -> Iterator[bytes]:
 
 def payloads(events: bytes) -> Iterator[bytes]:
     """The data of each whole event in ``events``; comments and other fields are passed over."""
-    for block in _BOUNDARY.split(events):
-        lines = []
-        for line in _LINE.split(block):
-            if line.startswith(b"data:"):
-                lines.append(line[6:] if line.startswith(b"data: ") else line[5:])
-        if lines:
-            yield lines[0] if len(lines) == 1 else b"\n".join(lines)
+    for block in _BOUNDARY.split(events) if b"\r" in events else events.split(b"\n\n"):
+        if block.startswith(b"data: ") and b"\n" not in block and b"\r" not in block:
+            yield block[6:]  # as engines write them
+        elif block:
+            lines = []
+            for line in _LINE.split(block):
+                if line.startswith(b"data:"):
+                    lines.append(line[6:] if line.startswith(b"data: ") else line[5:])
+            if lines:
+                yield lines[0] if len(lines) == 1 else b"\n".join(lines)
 
 
 def parse(payload: bytes) -> dict[str, Any] | None:

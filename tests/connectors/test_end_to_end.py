@@ -251,8 +251,11 @@ def test_recompute(servers):
 
 
 def test_preempted_on_decode(servers):
-    """Blocks run out on decode while requests grow: what is preempted is computed there."""
-    bodies = [completion(prompt(560, seed=300 + n), 150) for n in range(4)]
+    """Blocks run out on decode while requests grow: what is preempted is computed there.
+
+    Any three of the four are too many once they are grown, however far apart prefill hands them over.
+    """
+    bodies = [completion(prompt(560, seed=300 + n), 300) for n in range(4)]
     before = metric(servers.decode[1], "vllm:num_preemptions_total")
     with ThreadPoolExecutor(len(bodies)) as threads:
         answers = list(threads.map(lambda body: servers.ask(body, "other"), bodies))
