@@ -63,6 +63,19 @@ def test_chunking_changes_neither_bytes_nor_events(stream: bytes, places: list[i
     assert b"".join(sse.split(data)) == data
 
 
+@given(streams())
+def test_payloads_are_what_the_standard_says(stream: bytes) -> None:
+    lines, expected = stream.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n"), []
+    data: list[bytes] = []
+    for line in lines:
+        if line.startswith(b"data:"):
+            data.append(line[5:].removeprefix(b" "))
+        elif not line:
+            expected += [b"\n".join(data)] if data else []
+            data = []
+    assert list(sse.payloads(stream)) == expected
+
+
 def test_whole_events_come_back_as_they_are() -> None:
     buffer = sse.EventBuffer()
     data = b"data: 1\n\ndata: 2\n\n"
