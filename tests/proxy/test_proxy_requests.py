@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from proxy_world import FAST, events, text_of, words, world
+from proxy_world import FAST, Exchange, events, text_of, words, world
 
+from vllm_kvoffload.proxy.app import Answer
 from vllm_kvoffload.proxy.settings import Deadlines
 
 
@@ -218,4 +219,36 @@ def test_metaserver_knows_its_requests() -> None:
             assert (await w.client.post("/v1/metaserver", content=b"{")).status_code == 400
             assert (await w.client.post("/v1/metaserver", json=[1])).status_code == 404
 
+    run(scenario())
+
+
+@pytest.mark.parametrize("keeps_up", [True, False])
+def test_later_pieces_wake_no_task(keeps_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that keeps up gets them at once, another one all the same."""
+    pushed: list[bool] = []
+    push = Answer.push
+
+    def counted(self: Answer, data: bytes) -> bool:
+        pushed.append(keeps_up and push(self, data))
+        return pushed[-1]
+
+    async def slowly(exchange: Exchange) -> None:
+        await exchange.start_stream()
+        await exchange.rendezvous()
+        for index in range(8):
+            await exchange.word(index, "length" if index == 7 else None)
+            await asyncio.sleep(0.02)
+        await exchange.end_stream(8)
+
+    async def scenario() -> None:
+        async with world() as w:
+            w.d.behaviours.append(slowly)
+            found = await w.stream(max_tokens=8, stream_options={"include_usage": True})
+            assert text_of(found) == words(3, 8)
+            assert found[-2]["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+            assert found[-1] == {"done": True}
+            assert sum(pushed) >= (4 if keeps_up else 0)
+            assert len(pushed) >= 4
+
+    monkeypatch.setattr(Answer, "push", counted)
     run(scenario())
