@@ -15,6 +15,10 @@ CONNECTORS = {
         "vllm_kvoffload.connectors.sfa_remote_d2h.connector",
         "SfaRemoteD2HConnector",
     ),
+    "AscendStoreConnector": (
+        "vllm_kvoffload.connectors.ascend_store.connector",
+        "AscendStoreConnector",
+    ),
 }
 """Names for `kv_connector`, and where their classes are."""
 

@@ -11,7 +11,8 @@ from vllm_kvoffload.config import (
     SparseOffloadConfig,
     parse_sparse_offload,
 )
-from vllm_kvoffload.connectors.sfa_remote_d2h.config import CONNECTOR, parse_remote_d2h
+from vllm_kvoffload.connectors.ascend_store.config import nested_connectors
+from vllm_kvoffload.connectors.sfa_remote_d2h.config import CONNECTOR, RemoteD2HConfig, parse_remote_d2h
 from vllm_kvoffload.connectors.sfa_remote_d2h.ports import check_ports
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.sparse.capacity import CapacityInputs, CapacityPlan, plan_capacity
@@ -79,10 +80,18 @@ def check_connector(
         ConfigError: naming the option.
     """
     transfer = vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_connector != CONNECTOR:
+    if transfer is None:
         return
     extra = transfer.kv_connector_extra_config
-    options = parse_remote_d2h(transfer.kv_role, transfer.kv_port, extra, device)
+    for name, role, part in nested_connectors(transfer.kv_connector, transfer.kv_role, extra):
+        if name == CONNECTOR:
+            options = parse_remote_d2h(role, transfer.kv_port, part, device)
+            _check_remote_d2h(vllm_config, index_topk, config, options)
+
+
+def _check_remote_d2h(
+    vllm_config: VllmConfig, index_topk: int | None, config: SparseOffloadConfig, options: RemoteD2HConfig
+) -> None:
     if index_topk is None:
         rule = "the model has no sparse attention indexer"
         raise ConfigError("kv_transfer_config.kv_connector", CONNECTOR, rule, "serve a DSA model")

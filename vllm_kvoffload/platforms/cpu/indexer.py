@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SparseCach
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvoffload.platforms.cpu.kernels import indexer_scores, select_topk
+from vllm_kvoffload.platforms.cpu.layer_loads import await_layer
 from vllm_kvoffload.platforms.cpu.metadata import SparseMetadata, SparseMetadataBuilder
 from vllm_kvoffload.sparse.step import StepBatch
 
@@ -151,6 +152,7 @@ def sparse_indexer(
     assert isinstance(metadata, SparseMetadata)
     assert isinstance(layer, CPUIndexerCache)
     if not layer.choice_is_frozen:
+        await_layer(prefix)
         cache = layer.kv_cache
         rows = cache.view(-1, cache.shape[-1])
         rows.index_copy_(0, slot_mapping, k[: slot_mapping.numel()].to(cache.dtype))

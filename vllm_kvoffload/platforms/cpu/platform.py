@@ -68,7 +68,7 @@ class KVOffloadCpuPlatform(CpuPlatform):
             vllm_config.parallel_config.worker_cls = WORKER
         super().check_and_update_config(vllm_config)
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chosen
-        cache.enable_prefix_caching = prefix_caching
+        cache.enable_prefix_caching = prefix_caching and not shares_buffers(vllm_config)
         cache.block_size = block_size if cache.user_specified_block_size else 64
         check_offload(vllm_config, index_topk)
         share_index(vllm_config)
@@ -76,6 +76,25 @@ class KVOffloadCpuPlatform(CpuPlatform):
         custom_ops = vllm_config.compilation_config.custom_ops
         if "-rotary_embedding" not in custom_ops:
             custom_ops.append("-rotary_embedding")
+
+
+def shares_buffers(vllm_config: VllmConfig) -> bool:
+    """Whether layers share KV memory: then a block's KV outlives a step in the store only, and a prefix is
+    found there and not in vLLM's own cache."""
+    from vllm_kvoffload.connectors.ascend_store.planning import buffer_plan
+
+    try:
+        plan = buffer_plan(vllm_config)
+    except ConfigError as error:
+        refuse(error)
+    return plan is not None and plan.has_reuse
+
+
+def check_store(vllm_config: VllmConfig, index_topk: int | None) -> None:
+    """Refuses a configuration of the store connector that can't work. Raises ConfigError."""
+    from vllm_kvoffload.connectors.ascend_store.planning import refuse_unless_possible
+
+    refuse_unless_possible(vllm_config, index_topk)
 
 
 def share_index(vllm_config: VllmConfig) -> None:
@@ -99,6 +118,7 @@ def check_offload(vllm_config: VllmConfig, index_topk: int | None) -> None:
         config = engine.offload_options(vllm_config)
         validate_sparse_offload(config, engine.engine_facts(vllm_config, index_topk))
         engine.check_connector(vllm_config, index_topk, config, "cpu")
+        check_store(vllm_config, index_topk)
         if config.enabled:
             engine.check_partners(vllm_config)
         device_bytes = vllm_config.cache_config.kv_cache_memory_bytes

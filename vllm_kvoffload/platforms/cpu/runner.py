@@ -15,14 +15,20 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.utils import bind_kv_cache, clear_layer_kv_caches
 
+from vllm_kvoffload.connectors.ascend_store.planning import buffer_plan
+from vllm_kvoffload.layerwise.buffer_plan import BufferPlan
+from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.platforms.cpu.attention import CPUSparseMLAImpl
 from vllm_kvoffload.platforms.cpu.drafter import KVOffloadProposer
 from vllm_kvoffload.platforms.cpu.indexer import CPUIndexerCache
+from vllm_kvoffload.platforms.cpu.layer_loads import AwaitedKV
 from vllm_kvoffload.platforms.cpu.metadata import SparseMetadata
 from vllm_kvoffload.platforms.cpu.offload import CPUOffload
 from vllm_kvoffload.platforms.engine import offload_config
 from vllm_kvoffload.sparse.paged import PagedKV
 from vllm_kvoffload.sparse.step import StepBatch
+
+logger = get_logger(__name__)
 
 
 class KVOffloadCPUModelRunner(CPUModelRunner):
@@ -53,18 +59,46 @@ class KVOffloadCPUModelRunner(CPUModelRunner):
         kernel_block_sizes: list[int],
         kv_cache_allocation_context: AbstractContextManager[None] | None = None,
     ) -> dict[str, torch.Tensor]:
-        config = offload_config(self.vllm_config)
+        config, plan = offload_config(self.vllm_config), buffer_plan(self.vllm_config)
         if config is None:
-            caches: dict[str, torch.Tensor] = super().initialize_kv_cache_tensors(
-                kv_cache_config, kernel_block_sizes, kv_cache_allocation_context
-            )
+            if plan is not None and plan.has_reuse:
+                with kv_cache_allocation_context or nullcontext():
+                    caches = self._initialize_shared(plan, kv_cache_config)
+            else:
+                caches = super().initialize_kv_cache_tensors(
+                    kv_cache_config, kernel_block_sizes, kv_cache_allocation_context
+                )
             for layer in self._sparse_layers(caches):
-                layer.impl.kv = PagedKV(layer.kv_cache)
+                layer.impl.kv = AwaitedKV(layer.kv_cache, layer.layer_name)
             return caches
         with kv_cache_allocation_context or nullcontext():
             return self._initialize_offload(
                 CPUOffload(self.vllm_config, config, kv_cache_config.num_blocks), kv_cache_config
             )
+
+    def _initialize_shared(self, plan: BufferPlan, kv_cache_config: KVCacheConfig) -> dict[str, torch.Tensor]:
+        """Caches of layers that share memory: one tensor for each buffer, under all its layers' names."""
+        context = self.compilation_config.static_forward_context
+        main_dtype = self.model_config.dtype
+        assert isinstance(main_dtype, torch.dtype)
+        slot_of = {layer.index: plan.slot_of[position] for position, layer in enumerate(plan.layers)}
+        buffers: dict[tuple[int, bool], torch.Tensor] = {}
+        caches: dict[str, torch.Tensor] = {}
+        for name in (name for group in kv_cache_config.kv_cache_groups for name in group.layer_names):
+            layer = context[name]
+            indexer = isinstance(layer, CPUIndexerCache)
+            width = layer.head_dim if indexer else layer.head_size
+            dtype = layer.dtype if indexer else main_dtype
+            shape = (kv_cache_config.num_blocks, 1, self.cache_config.block_size, width)
+            key = (slot_of[extract_layer_index(name)], indexer)
+            if key not in buffers:
+                buffers[key] = torch.zeros(shape, dtype=dtype)
+            if buffers[key].shape != shape or buffers[key].dtype != dtype:
+                raise RuntimeError(f"{name} differs from the cache it shares memory with: {shape}, {dtype}")
+            caches[name] = buffers[key]
+        logger.info("%s", plan.describe())
+        bind_kv_cache(caches, context, self.kv_caches, kv_cache_groups=kv_cache_config.kv_cache_groups)
+        return caches
 
     def _initialize_offload(
         self, offload: CPUOffload, kv_cache_config: KVCacheConfig

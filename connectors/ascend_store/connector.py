@@ -1,0 +1,254 @@
+"""What vLLM calls: one object in the scheduler, one in every worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed import get_tp_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from vllm_kvoffload.connectors.ascend_store.metadata import StoreMetadata
+from vllm_kvoffload.connectors.ascend_store.planning import (
+    buffer_plan,
+    key_space,
+    object_bytes,
+    store_options,
+)
+from vllm_kvoffload.connectors.ascend_store.scheduler import StoreScheduler
+from vllm_kvoffload.connectors.ascend_store.worker import StoreWorker
+from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout, layer_index
+from vllm_kvoffload.layerwise.buffer_plan import BufferPlan
+from vllm_kvoffload.layerwise.pipeline import LayerMemory, LayerPipeline, Limits, Part
+from vllm_kvoffload.layerwise.slot_gate import ReadGuard
+from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.runtime.cpu import CpuRuntime
+from vllm_kvoffload.store import Store, handshake, make_store
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = get_logger(__name__)
+
+READ_MARGIN_S = 5.0
+"""How much longer than its lease a remote read may hold a buffer: then nobody minds the lease any more."""
+
+
+def layer_memory(layout: Layout, block_size: int) -> list[LayerMemory]:
+    """Where the layers' rows lie on the device, and in an object: one layer after the other."""
+    offset, layers = 0, []
+    for layer in layout.layers:
+        parts = []
+        for base, stride, nbytes in (*layer.main, *layer.indexer):
+            parts.append(Part(base, stride, nbytes // block_size, offset))
+            offset += nbytes
+        layers.append(LayerMemory(layer.index, tuple(parts)))
+    return layers
+
+
+def check_aliases(plan: BufferPlan, layout: Layout) -> None:
+    """Raises RuntimeError: the runner did not lay out the caches as planned, which would corrupt KV."""
+    if [layer.index for layer in plan.layers] != [layer.index for layer in layout.layers]:
+        raise RuntimeError("the layers with a KV cache are not those of the buffer plan")
+    for position, layer in enumerate(layout.layers):
+        for other in range(position):
+            same = layer.main[0][0] == layout.layers[other].main[0][0]
+            if same != (plan.slot_of[position] == plan.slot_of[other]):
+                raise RuntimeError(
+                    f"layers {layout.layers[other].index} and {layer.index} "
+                    f"{'share' if same else 'do not share'} memory, against the buffer plan: this platform's "
+                    "runner does not support layerwise_num_shared_buffers"
+                )
+
+
+class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
+    """Prefill with KV in a store: every layer's prefix comes from it, every layer's new rows go to it."""
+
+    loads_before_writes = True
+    """A layer calls `wait_for_layer_load` before it writes rows or reads keys: vLLM's hook comes later."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        options, plan = store_options(vllm_config), buffer_plan(vllm_config)
+        assert options is not None
+        assert plan is not None
+        if kv_cache_config is None or len(kv_cache_config.kv_cache_groups) != 1:
+            raise ValueError("AscendStoreConnector needs a model whose KV caches share one block table")
+        self._options, self._plan = options, plan
+        self._num_blocks = kv_cache_config.num_blocks
+        self._block_size = vllm_config.cache_config.block_size
+        self._scheduler: StoreScheduler | None = None
+        self._worker: StoreWorker | None = None
+        self._store: Store | None = None
+        self._runtime: CpuRuntime | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._store = self._make_store("scheduler")
+            speculative = vllm_config.speculative_config
+            self._scheduler = StoreScheduler(
+                self._store,
+                key_space(vllm_config),
+                self._block_size,
+                mtp=speculative is not None and speculative.method == "mtp",
+                keeps_all=plan.has_reuse or options.save_decode_cache,
+            )
+
+    def _make_store(self, role: Any) -> Store:
+        instance = str(self._kv_transfer_config.engine_id)
+        return make_store(self._options.backend, self._options.extra, role=role, instance=instance)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store is a cache: nobody waits for what a request leaves there."""
+        return False
+
+    # ---------------------------------------------------------------------------------------- worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        layout = Layout.of(kv_caches, self._num_blocks)
+        check_aliases(self._plan, layout)
+        group = get_tp_group()
+        owner = group.rank_in_group == 0
+        keys = key_space(self._vllm_config)
+        if owner:
+            self._store = self._make_store("owner")
+        if group.world_size > 1:
+            torch.distributed.barrier(group.cpu_group)
+        if self._store is None:
+            self._store = self._make_store("rank")
+        self._store.register(layout.regions)
+        if owner:
+            handshake(self._store, keys)
+        self._runtime = CpuRuntime()  # the store's copies block, so they are for threads on any device
+        options = self._options
+        limits = Limits(
+            prefetch_layers=options.prefetch_layers,
+            max_runs=options.max_transfer_blocks,
+            max_bytes=options.max_transfer_bytes,
+        )
+        memory = layer_memory(layout, self._block_size)
+        pipeline = LayerPipeline(self._plan, memory, self._num_blocks, self._store, self._runtime, limits)
+        self._worker = StoreWorker(
+            self._store,
+            keys,
+            pipeline,
+            block_size=self._block_size,
+            object_bytes=object_bytes(self._plan, self._block_size),
+            publishes=owner,
+            shares=self._plan.has_reuse,
+            agree=_agree_over_ranks,
+        )
+        logger.info(
+            "Store %s: %d blocks of %d bytes on the device, %d bytes in the store",
+            options.backend,
+            self._num_blocks,
+            self._plan.physical_bytes * self._block_size,
+            object_bytes(self._plan, self._block_size),
+        )
+
+    def use_read_guard(self, guard: ReadGuard, lease_s: float) -> None:
+        """Another connector lets remote engines read the same buffers; a read lasts `lease_s` at most."""
+        assert self._worker is not None
+        self._worker.pipeline.use_guard(guard, lease_s + READ_MARGIN_S)
+
+    @property
+    def worker(self) -> StoreWorker | None:
+        """The worker's half, once the caches are registered."""
+        return self._worker
+
+    @property
+    def shares_buffers(self) -> bool:
+        """Whether layers share memory."""
+        return self._plan.has_reuse
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, StoreMetadata):
+            self._worker.begin_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Loads have begun when the step's metadata came."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._worker is not None:
+            self._worker.pipeline.wait_layer(layer_index(layer_name))
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        if self._worker is not None:
+            self._worker.pipeline.layer_done(layer_index(layer_name))
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.end_step()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is not None:
+            self._worker.release(finished_req_ids)
+        return None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_invalid() if self._worker is not None else set()
+
+    def shutdown(self) -> None:
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None:
+            runtime.shutdown()
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+        self._worker = None
+
+    # ------------------------------------------------------------------------------------- scheduler side
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.matched_tokens(request, num_computed_tokens), False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        assert self._scheduler is not None
+        self._scheduler.allocated(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        assert self._scheduler is not None
+        return self._scheduler.metadata(scheduler_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        self._scheduler.finished(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return bool(extra_config.get("use_layerwise", False))
+
+
+def _agree_over_ranks(lost: dict[str, str]) -> dict[str, str]:
+    group = get_tp_group()
+    if group.world_size == 1:
+        return lost
+    gathered: list[dict[str, str]] = [{} for _ in range(group.world_size)]
+    torch.distributed.all_gather_object(gathered, lost, group=group.cpu_group)
+    return {name: reason for part in gathered for name, reason in part.items()}

@@ -1,0 +1,37 @@
+"""What the scheduler's half tells the workers' halves, once per step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+
+@dataclass(frozen=True)
+class StoreStep:
+    """What a step computes of a request.
+
+    begins: the request was given its blocks just now; else `blocks` and `hashes` add to those before.
+    hashes: of full blocks. computed: tokens whose KV exists; of these `local` are in the device's blocks when
+    the request begins. stored: leading blocks that the store had then. end: tokens after the step, drafts
+    included; confirmed: without them. last: nobody needs the request's own KV after the step.
+    """
+
+    req_id: str
+    begins: bool
+    blocks: tuple[int, ...]
+    hashes: tuple[bytes, ...]
+    computed: int
+    local: int
+    stored: int
+    end: int
+    confirmed: int
+    last: bool
+
+
+@dataclass
+class StoreMetadata(KVConnectorMetadata):
+    """dropped: requests that lost their blocks, and may come again."""
+
+    steps: list[StoreStep] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)

@@ -1,0 +1,328 @@
+"""The worker's half: which object of the store each block is in, what is published, what counts as lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from vllm_kvoffload.connectors.ascend_store.metadata import StoreMetadata, StoreStep
+from vllm_kvoffload.layerwise.pipeline import LayerPipeline, Rows, Step
+from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.store import KeySpace, ReadObject, Store, StoreError, WriteObject, WriteRefusal
+
+logger = get_logger(__name__)
+
+LEASE_S = 300.0
+RENEW_S = 120.0
+"""A pin with less time left is renewed before a step that needs it."""
+
+Run = tuple[int, int, int, int, int]
+
+
+@dataclass
+class Held:
+    """What is known of a request that has blocks.
+
+    blocks: device ids. hashes: of full blocks. resident: leading tokens that layers with memory of their own
+    still have. stored: leading blocks that need no saving any more. partials: keys of blocks that were stored
+    under the request's own name, since nobody may share them (yet). pins: objects that are open, by block.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    resident: int = 0
+    stored: int = 0
+    partials: dict[int, str] = field(default_factory=dict)
+    pins: dict[int, ReadObject] = field(default_factory=dict)
+    pinned_until: float = 0.0
+
+
+@dataclass
+class Current:
+    """A request in a step. writes: (block number, object). invalid: first block to blame if it is lost."""
+
+    step: StoreStep
+    held: Held
+    runs: list[Run] = field(default_factory=list)
+    own_runs: list[Run] = field(default_factory=list)
+    saves: list[Run] = field(default_factory=list)
+    writes: list[tuple[int, WriteObject]] = field(default_factory=list)
+    first_lost: int = 0
+    reason: str = ""
+
+
+class StoreWorker:
+    """One rank.
+
+    Args:
+        publishes: whether this rank writes; all ranks' caches are the same.
+        shares: whether layers share memory, so that all of a running request's KV lives in the store.
+        agree: the union, over all ranks, of the requests that each of them lost.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        keys: KeySpace,
+        pipeline: LayerPipeline,
+        *,
+        block_size: int,
+        object_bytes: int,
+        publishes: bool,
+        shares: bool,
+        agree: Callable[[dict[str, str]], dict[str, str]],
+    ) -> None:
+        self.pipeline = pipeline
+        self.hit_tokens = 0
+        self._store, self._keys = store, keys
+        self._block_size, self._object_bytes = block_size, object_bytes
+        self._publishes, self._shares, self._agree = publishes, shares, agree
+        self._requests: dict[str, Held] = {}
+        self._step: list[Current] = []
+        self._invalid: set[int] = set()
+        self._unquiet: list[WriteObject] = []
+
+    # --------------------------------------------------------------------------------------- a step's begin
+
+    def begin_step(self, metadata: StoreMetadata) -> None:
+        """Opens what the step needs, and starts its first loads."""
+        for req_id in metadata.dropped:
+            self._forget(req_id)
+        self._step = [Current(step, self._update(step)) for step in metadata.steps]
+        self._pin()
+        for number, current in enumerate(self._step):
+            self._plan_loads(current, number)
+            if not current.reason and self._publishes:
+                self._plan_saves(current, number)
+        self.pipeline.begin(
+            Step(
+                requests=tuple(current.step.req_id for current in self._step),
+                shared_loads=Rows.of([run for current in self._step for run in current.runs]),
+                own_loads=Rows.of([run for current in self._step for run in current.own_runs]),
+                saves=Rows.of([run for current in self._step for run in current.saves]),
+                computed=sum(self._new_rows(current) for current in self._step),
+            )
+        )
+        for number, current in enumerate(self._step):
+            if current.reason:
+                self.pipeline.fail(number, current.reason)
+        self._end_unquiet()
+
+    def _update(self, step: StoreStep) -> Held:
+        if step.begins:
+            self._forget(step.req_id)
+            self._requests[step.req_id] = Held(resident=step.local, stored=step.stored)
+            self.hit_tokens += step.computed - step.local
+        held = self._requests[step.req_id]
+        held.blocks += step.blocks
+        held.hashes += step.hashes
+        # Tokens may be gone again: drafts that were rejected, rows that were lost.
+        held.resident = min(held.resident, step.computed)
+        held.stored = min(held.stored, step.computed // self._block_size)
+        return held
+
+    def _needed(self, current: Current) -> range:
+        """Blocks whose rows some layer lacks."""
+        stop = -(-current.step.computed // self._block_size)
+        if self._shares:
+            return range(stop)
+        start = current.held.resident // self._block_size
+        return range(start, stop) if current.held.resident < current.step.computed else range(0)
+
+    def _pin(self) -> None:
+        """Opens the objects of all needed blocks, in as few calls as possible; expiring pins anew."""
+        now = time.monotonic()
+        for current in self._step:
+            held = current.held
+            if held.pins and held.pinned_until - now < RENEW_S:
+                self._unpin(held)
+        for attempt in (0, 1):
+            wanted = []
+            for current in self._step:
+                for number in self._needed(current):
+                    names = self._names(current.held, number)
+                    if number not in current.held.pins and attempt < len(names):
+                        wanted.append((current.held, number, names[attempt]))
+            if wanted:
+                self._open(wanted, now)
+
+    def _open(self, wanted: Sequence[tuple[Held, int, str]], now: float) -> None:
+        try:
+            found = self._store.open_read([key for _, _, key in wanted], LEASE_S)
+        except StoreError as error:
+            logger.warning("the store does not answer: %s", error)
+            return
+        for (held, number, _), pin in zip(wanted, found, strict=True):
+            if pin is not None:
+                held.pinned_until = now + LEASE_S if not held.pins else min(held.pinned_until, now + LEASE_S)
+                held.pins[number] = pin
+
+    def _names(self, held: Held, number: int) -> list[str]:
+        """Keys that a block may be found under, the likelier one first."""
+        names = [self._keys.key(held.hashes[number])] if number < len(held.hashes) else []
+        if number in held.partials:
+            names.append(held.partials[number])
+        return names
+
+    def _plan_loads(self, current: Current, owner: int) -> None:
+        step, held, size = current.step, current.held, self._block_size
+        current.first_lost = self._needed(current).start
+        for number in self._needed(current):
+            pin = held.pins.get(number)
+            if pin is None:
+                current.first_lost = number
+                current.reason = f"block {number} of its KV is not in the store any more"
+                current.runs.clear()
+                current.own_runs.clear()
+                return
+            begin, end = number * size, min((number + 1) * size, step.computed)
+            run = (pin.address, held.blocks[number], 0, end - begin, owner)
+            if self._shares:
+                current.runs.append(run)
+            if held.resident < end:
+                skip = max(held.resident - begin, 0)
+                current.own_runs.append((*run[:2], skip, end - begin - skip, owner))
+
+    # ----------------------------------------------------------------------------------------------- saves
+
+    def _plan_saves(self, current: Current, owner: int) -> None:
+        """Room for the blocks that the step completes, and with shared buffers for the rest of its rows."""
+        step, held, size = current.step, current.held, self._block_size
+        full = min(step.confirmed // size, len(held.hashes))
+        named = [(number, self._keys.key(held.hashes[number])) for number in range(held.stored, full)]
+        if self._shares and not step.last:
+            rest = range(max(full, step.computed // size), -(-step.end // size))
+            named += [(number, self._partial(step, number)) for number in rest]
+        again = self._reserve(current, named)
+        if again and self._shares:  # somebody else is writing the same block: it may never be readable
+            self._reserve(current, [(number, self._partial(step, number)) for number in again])
+        for number, written in current.writes:
+            rows = min((number + 1) * size, step.end) - number * size
+            current.saves.append((written.address, held.blocks[number], 0, rows, owner))
+
+    def _reserve(self, current: Current, named: Sequence[tuple[int, str]]) -> list[int]:
+        """Opens objects for writing. Blocks of keys that exist, but can't be read yet."""
+        if not named:
+            return []
+        keys = [key for _, key in named]
+        try:
+            granted = self._store.open_write(keys, self._object_bytes)
+        except StoreError as error:
+            logger.warning("the store takes nothing: %s", error)
+            return []
+        existing = []
+        for (number, key), result in zip(named, granted, strict=True):
+            if isinstance(result, WriteObject):
+                current.writes.append((number, result))
+            elif result is WriteRefusal.EXISTS and number not in current.held.pins:
+                existing.append((current.held, number, key))
+        if existing:
+            self._open(existing, time.monotonic())
+        return [number for held, number, _ in existing if number not in held.pins]
+
+    def _partial(self, step: StoreStep, number: int) -> str:
+        end = min((number + 1) * self._block_size, step.end)
+        # Drafts of different steps may end at the same token.
+        return self._keys.partial(f"{step.req_id}-{step.computed}", number, end)
+
+    def _new_rows(self, current: Current) -> int:
+        """Rows that have to be saved: with shared buffers those that the step computes, else whole blocks."""
+        step, size = current.step, self._block_size
+        if not self._shares:
+            return len(current.writes) * size
+        return sum(
+            max(0, min((number + 1) * size, step.end) - max(number * size, step.computed))
+            for number, _ in current.writes
+        )
+
+    # ----------------------------------------------------------------------------------------- a step's end
+
+    def end_step(self) -> None:
+        """Publishes what was saved, except of requests that lost a row on any rank."""
+        lost = self._agree(self.pipeline.finish())
+        writes = [(current, number, w) for current in self._step for number, w in current.writes]
+        if self.pipeline.quiet:
+            self._finish([w for _, _, w in writes], [c.step.req_id not in lost for c, _, _ in writes])
+        else:
+            self._unquiet += [w for _, _, w in writes]
+        for current in self._step:
+            reason = lost.get(current.step.req_id)
+            if reason is None:
+                self._settle(current)
+            else:
+                self._lose(current, reason)
+        self._step = []
+
+    def _finish(self, writes: Sequence[WriteObject], ok: Sequence[bool]) -> None:
+        """What is not published is found missing by the next step that needs it."""
+        if not writes:
+            return
+        try:
+            published = self._store.finish_write(writes, ok)
+        except StoreError as error:
+            logger.warning("%d blocks were not stored: %s", len(writes), error)
+            return
+        failed = sum(good and not done for good, done in zip(ok, published, strict=True))
+        if failed:
+            logger.warning("%d blocks were not stored: they took too long, or the store forgot them", failed)
+
+    def _end_unquiet(self) -> None:
+        if self._unquiet and self.pipeline.quiet:
+            writes, self._unquiet = self._unquiet, []
+            self._finish(writes, [False] * len(writes))
+
+    def _settle(self, current: Current) -> None:
+        step, held, size = current.step, current.held, self._block_size
+        full = min(step.confirmed // size, len(held.hashes))
+        held.stored = max(held.stored, full)
+        held.resident = step.end
+        if self._shares:
+            # All ranks name the objects alike, also where only one of them writes.
+            for number in range(step.computed // size, -(-step.end // size)):
+                if not self._is_shared(held, number):
+                    self._unpin(held, [number])
+                held.partials[number] = self._partial(step, number)
+
+    def _is_shared(self, held: Held, number: int) -> bool:
+        pin = held.pins.get(number)
+        return (
+            pin is not None and number < len(held.hashes) and pin.key == self._keys.key(held.hashes[number])
+        )
+
+    def _lose(self, current: Current, reason: str) -> None:
+        """The request's rows are reported, and forgotten here."""
+        step, held, size = current.step, current.held, self._block_size
+        logger.warning("request %s lost its KV: %s", step.req_id, reason)
+        first = current.first_lost
+        self._invalid.update(held.blocks[first : -(-step.computed // size)])
+        held.stored = min(held.stored, first)
+        held.resident = min(held.resident, first * size)
+        held.partials = {number: key for number, key in held.partials.items() if number < first}
+        self._unpin(held)
+
+    def take_invalid(self) -> set[int]:
+        """Device blocks whose rows are lost, each named once."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def release(self, req_ids: set[str]) -> None:
+        """Requests that are over."""
+        for req_id in req_ids:
+            self._forget(req_id)
+
+    @property
+    def num_pins(self) -> int:
+        """Objects that are kept open."""
+        return sum(len(held.pins) for held in self._requests.values())
+
+    def _forget(self, req_id: str) -> None:
+        held = self._requests.pop(req_id, None)
+        if held is not None:
+            self._unpin(held)
+
+    def _unpin(self, held: Held, numbers: Sequence[int] | None = None) -> None:
+        chosen = list(held.pins) if numbers is None else [n for n in numbers if n in held.pins]
+        pins = [held.pins.pop(number) for number in chosen]
+        if pins and self.pipeline.quiet:  # else a copy may be running: the leases end by themselves
+            self._store.close_read(pins)

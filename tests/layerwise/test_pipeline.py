@@ -1,0 +1,213 @@
+"""The pipeline under random delays, its failures, and how much it moves."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from pipeline_world import BLOCK, StoreError, World, run
+
+from vllm_kvoffload.layerwise import pipeline as module
+from vllm_kvoffload.layerwise.pipeline import LayerPipeline, Limits, pieces
+from vllm_kvoffload.layerwise.slot_gate import Blocker, SlotGates
+from vllm_kvoffload.store.base import CopySpans
+
+SEEDS = 500
+CASES = [
+    {"shared": 1, "independent": ()},
+    {"shared": 1, "independent": (0, -1)},
+    {"shared": 2, "independent": (0,)},
+    {"shared": 3, "independent": ()},
+    {"shared": 2, "independent": (), "readers": True},
+]
+
+
+def case(seed: int) -> dict:
+    return CASES[seed % len(CASES)]
+
+
+def test_random_delays():
+    wrong = {seed: found for seed in range(SEEDS) if (found := run(seed, max_ms=0.6, **case(seed)))}
+    assert wrong == {}
+
+
+def _no_save_in_gates(monkeypatch):
+    original = SlotGates.hold
+    monkeypatch.setattr(
+        SlotGates, "hold", lambda self, position, what: what == "save" or original(self, position, what)
+    )
+
+
+def _no_wait_for_loads(monkeypatch):
+    monkeypatch.setattr(LayerPipeline, "_join_load", lambda *_args: None)
+
+
+def _no_gate_before_loads(monkeypatch):
+    monkeypatch.setattr(LayerPipeline, "_acquire", lambda self, position: self.gates.occupy(position))
+
+
+def _no_guard(monkeypatch):
+    monkeypatch.setattr(LayerPipeline, "use_guard", lambda *_args: None)
+
+
+def _saves_after_the_next_load(monkeypatch):
+    """Occupants are forgotten too early: released before the copy instead of after it."""
+    original = LayerPipeline._move
+
+    def early(self, rows, position, direction, state):
+        if direction == "save":
+            self.gates.release(position, module.SAVE)
+        return original(self, rows, position, direction, state)
+
+    monkeypatch.setattr(LayerPipeline, "_move", early)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [_no_save_in_gates, _no_wait_for_loads, _no_gate_before_loads, _no_guard, _saves_after_the_next_load],
+)
+def test_control_a_missing_wait_is_found(monkeypatch, plant):
+    plant(monkeypatch)
+    options = CASES[-1] if plant is _no_guard else CASES[0]
+    limits = Limits(prefetch_layers=8, deadline_s=0.3)
+    found = (seed for seed in range(200) if run(seed, max_ms=3.0, limits=limits, **options))
+    assert next(found, None) is not None
+
+
+def test_nothing_is_loaded_that_a_buffer_still_holds():
+    """Four chunks. Shared layers load their prefix again in each, the independent one never."""
+    world = World(1, shared=1, independent=(0, -1), delays=False)
+    world.add(16)
+    for _ in range(4):
+        world.step({0: 4})
+    world.close()
+    stats, memory = world.pipeline.stats, world.pipeline._memory
+    shared = sum(layer.row_bytes for n, layer in enumerate(memory) if world.plan.is_shared(n))
+    assert stats.loaded_bytes == (4 + 8 + 12) * shared
+    assert stats.saved_bytes == 16 * sum(layer.row_bytes for layer in memory)
+    assert stats.ratio == 1.0
+    assert not world.wrong
+
+
+def test_partial_blocks_are_saved_again():
+    world = World(1, shared=1, independent=(), delays=False)
+    world.add(12)
+    world.step({0: 5})  # one block, and a row of the next
+    world.step({0: 3})  # which is saved again with three more
+    world.close()
+    row = sum(layer.row_bytes for layer in world.pipeline._memory)
+    assert world.pipeline.stats.saved_bytes == (5 + 4) * row
+    assert world.pipeline.stats.needed_save_bytes == 8 * row
+    assert not world.wrong
+
+
+def test_a_failed_load_costs_its_request_only():
+    world = World(2, shared=1, independent=(), delays=False)
+    bad, good = world.add(12), world.add(12)
+    world.step({0: 6, 1: 6})
+
+    def refuse(address, direction):
+        if direction == "load" and bad.objects[0] <= address < bad.objects[0] + 16 * BLOCK * 8:
+            raise StoreError("gone")
+
+    world.store.refuse = refuse
+    before = world.pipeline.stats.saved_bytes
+    lost = world.step({0: 2, 1: 2})
+    assert list(lost) == ["0"]
+    assert "load of layer 0: gone" in lost["0"]
+    world.store.refuse = lambda address, direction: None
+    assert world.step({1: 2}) == {}
+    assert good.computed == 10
+    world.check_store()
+    assert not world.wrong
+    # What the lost request computed was not saved: it may be garbage.
+    row = sum(layer.row_bytes for layer in world.pipeline._memory)
+    assert world.pipeline.stats.saved_bytes - before == (4 + 2) * row
+    world.close()
+
+
+def test_a_failed_save_costs_its_request_only():
+    world = World(2, shared=2, independent=(0,), delays=False)
+    world.add(12), world.add(12)
+    start = world.requests[1].objects[0]
+
+    def refuse(address, direction):
+        if direction == "save" and start <= address < start + 16 * BLOCK * 8:
+            raise StoreError("full")
+
+    world.store.refuse = refuse
+    assert list(world.step({0: 4, 1: 4})) == ["1"]
+    world.close()
+
+
+def test_a_copy_that_hangs_ends_requests_and_not_the_engine():
+    world = World(3, shared=1, independent=(), delays=False, limits=Limits(deadline_s=0.2))
+    world.add(12), world.add(12)
+    assert world.step({0: 4, 1: 4}) == {}
+    gate = threading.Event()
+    world.store.refuse = lambda address, direction: gate.wait(10) if direction == "save" else None
+    begin = time.monotonic()
+    lost = world.step({0: 4})
+    assert "0" in lost
+    assert not world.pipeline.quiet
+    assert "a copy of an earlier step does not end" in world.step({1: 4})["1"]
+    assert time.monotonic() - begin < 8
+    gate.set()
+    world.runtime.synchronize()
+    world.store.refuse = lambda address, direction: None
+    assert world.step({1: 4}) == {}
+    assert world.pipeline.quiet
+    world.close()
+
+
+def test_a_reader_that_never_reads_loses_its_transfer_and_not_the_request():
+    world = World(4, shared=1, independent=(), delays=False, readers=True, limits=Limits(deadline_s=0.1))
+    world.pipeline.use_guard(world.readers, 0.1)
+    world.add(8)
+    world.readers.read = lambda layer, name: None
+    assert world.step({0: 4}) == {}
+    assert "its memory was not free" in world.readers.given_up["0"]
+    world.close()
+
+
+def test_layers_that_did_not_run_are_moved_all_the_same():
+    world = World(5, shared=2, independent=(), delays=False)
+    world.add(8)
+    world.step({0: 4})
+    step = world.pipeline.begin
+    assert step is not None
+    from pipeline_world import value
+
+    original = world._compute
+    world._compute = lambda position, request, count: position == 5 or original(position, request, count)
+    world.step({0: 4})
+    world._compute = original
+    request = world.requests[0]
+    assert value(4, 0, 7) in world._caches(4)[0] or request.computed == 8
+    world.close()
+
+
+def test_pieces():
+    spans = CopySpans(*(np.array(column, dtype=np.int64) for column in ([0, 1000], [5000, 7000], [25, 8])))
+    assert pieces(spans, 0, 0) == [spans]
+    cut = pieces(spans, 2, 10)
+    assert [len(piece) for piece in cut] == [2, 2]
+    assert np.concatenate([piece.object_address for piece in cut]).tolist() == [0, 10, 20, 1000]
+    assert np.concatenate([piece.local_address for piece in cut]).tolist() == [5000, 5010, 5020, 7000]
+    assert np.concatenate([piece.nbytes for piece in cut]).tolist() == [10, 10, 5, 8]
+
+
+def test_calls_of_the_store_are_bounded():
+    world = World(6, shared=1, independent=(), delays=False, limits=Limits(max_runs=3))
+    world.add(24)
+    world.step({0: 24})
+    assert max(count for _, count in world.store.calls) == 3
+    world.check_store()
+    assert not world.wrong
+    world.close()
+
+
+def test_messages_name_the_blocker():
+    assert str(Blocker("read", 3, "cmpl-1")) == "read of request cmpl-1, layer at position 3"

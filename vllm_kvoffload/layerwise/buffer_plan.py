@@ -1,0 +1,205 @@
+"""Which layers' KV caches share device memory on a prefill engine. Pure: no torch, no vLLM.
+
+A model has N cache-bearing layers; *position* p is the p-th of them, counted in the order in which they are
+computed. Some are *independent* and keep memory of their own. The others are sorted into buckets of equal
+caches, and each bucket is dealt round-robin onto `num_shared_buffers` *slots*: the owners of a slot use the
+same memory one after the other. A slot holds a main cache and, if one of its layers has an indexer, a key
+cache, which those of its layers that have an indexer share as well.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal, TypeAlias
+
+from vllm_kvoffload.config import ConfigError
+from vllm_kvoffload.geometry import KVGeometry
+
+EXTRA = "kv_connector_extra_config"
+NUM_SHARED = f"{EXTRA}.layerwise_num_shared_buffers"
+INDEPENDENT = f"{EXTRA}.layerwise_independent_layers"
+
+Independent: TypeAlias = tuple[int, ...] | Literal["all"]
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """A cache-bearing layer.
+
+    index: its number in the model. main, indexer: equal for caches that may share memory; indexer is None
+    for a layer without one. main_bytes, indexer_bytes: of one token.
+    """
+
+    index: int
+    main: Hashable
+    main_bytes: int
+    indexer: Hashable = None
+    indexer_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class BufferOptions:
+    """num_shared_buffers: slots of each bucket, None for as many as there are layers. independent: positions
+    of layers with memory of their own, negative ones counted from the end, or "all"."""
+
+    num_shared_buffers: int | None = None
+    independent: Independent = (0,)
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """Layers in the order of their numbers, and for each slot the positions of its owners, ascending."""
+
+    layers: tuple[CacheLayer, ...]
+    slots: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def slot_of(self) -> tuple[int, ...]:
+        """Number of the slot of each position."""
+        where = {position: slot for slot, owners in enumerate(self.slots) for position in owners}
+        return tuple(where[position] for position in range(len(self.layers)))
+
+    @cached_property
+    def predecessors(self) -> dict[int, int]:
+        """Position b to a: b may be written only after a, the owner before it, is through."""
+        return {b: a for owners in self.slots for a, b in pairwise(owners)}
+
+    @property
+    def has_reuse(self) -> bool:
+        """Whether any memory is shared."""
+        return bool(self.predecessors)
+
+    def is_shared(self, position: int) -> bool:
+        """Whether the layer's memory is used by other layers too."""
+        return len(self.slots[self.slot_of[position]]) > 1
+
+    @property
+    def num_caches(self) -> int:
+        """Caches of all layers, indexers' included."""
+        return len(self.layers) + sum(layer.indexer is not None for layer in self.layers)
+
+    @property
+    def num_buffers(self) -> int:
+        """Physical caches, indexers' included."""
+        return len(self.slots) + sum(self._indexer_of(owners) is not None for owners in self.slots)
+
+    @property
+    def logical_bytes(self) -> int:
+        """Bytes of a token in all layers."""
+        return sum(layer.main_bytes + layer.indexer_bytes for layer in self.layers)
+
+    @property
+    def physical_bytes(self) -> int:
+        """Device bytes of a token."""
+        total = 0
+        for owners in self.slots:
+            indexer = self._indexer_of(owners)
+            total += self.layers[owners[0]].main_bytes + (indexer.indexer_bytes if indexer else 0)
+        return total
+
+    @property
+    def factor(self) -> float:
+        """How many times more tokens fit into the same device memory."""
+        return self.logical_bytes / self.physical_bytes
+
+    def _indexer_of(self, owners: Sequence[int]) -> CacheLayer | None:
+        return next((self.layers[p] for p in owners if self.layers[p].indexer is not None), None)
+
+    def describe(self) -> str:
+        """The line to look for in a log."""
+        return (
+            f"Layerwise KV cache reuse merged {self.num_caches} descriptors into {self.num_buffers} "
+            f"descriptors using {len(self.slots)} buffer assignments."
+        )
+
+
+def parse_buffer_options(num_shared_buffers: Any, independent_layers: Any) -> BufferOptions:
+    """Options as given in JSON, None for those left out. Raises ConfigError for a wrong type or range."""
+    defaults = BufferOptions()
+    return BufferOptions(
+        None if num_shared_buffers is None else _count(num_shared_buffers),
+        defaults.independent if independent_layers is None else _independent(independent_layers),
+    )
+
+
+def _count(value: Any) -> int:
+    fix = "write a whole number from 1 on; 2 to 4 is a good start"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(NUM_SHARED, value, f"must be an integer, not a {type(value).__name__}", fix)
+    if value < 1:
+        raise ConfigError(NUM_SHARED, value, "must be at least 1", fix)
+    return value
+
+
+def _independent(value: Any) -> Independent:
+    fix = 'write a list such as [0] or [0, -1], or "all" for no sharing'
+    if isinstance(value, str):
+        if value.lower() == "all":
+            return "all"
+        raise ConfigError(INDEPENDENT, value, 'must be a list of layers or "all"', fix)
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(INDEPENDENT, value, f"must be a list, not a {type(value).__name__}", fix)
+    for item in value:
+        if isinstance(item, bool) or not isinstance(item, int):
+            raise ConfigError(INDEPENDENT, value, f"{item!r} is not a layer: must be integers", fix)
+    return tuple(value)
+
+
+def plan_buffers(layers: Sequence[CacheLayer], options: BufferOptions) -> BufferPlan:
+    """The plan for a model's layers, in whatever order they are given.
+
+    Raises:
+        ConfigError: no layers, an independent layer that isn't there, or caches that can't share memory.
+    """
+    ordered = tuple(sorted(layers, key=lambda layer: layer.index))
+    if not ordered:
+        raise ConfigError(NUM_SHARED, options.num_shared_buffers, "the model has no KV cache", "remove it")
+    alone = _positions(options.independent, len(ordered))
+    shared = len(ordered) if options.num_shared_buffers is None else options.num_shared_buffers
+    buckets: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for position, layer in enumerate(ordered):
+        if position not in alone:
+            buckets[layer.main].append(position)
+    slots: list[tuple[int, ...]] = [(position,) for position in sorted(alone)]
+    for bucket in buckets.values():
+        _check_indexers(ordered, bucket)
+        count = min(shared, len(bucket))
+        slots += [tuple(bucket[first::count]) for first in range(count)]
+    return BufferPlan(ordered, tuple(slots))
+
+
+def _positions(independent: Independent, count: int) -> set[int]:
+    if independent == "all":
+        return set(range(count))
+    for item in independent:
+        if not -count <= item < count:
+            rule = f"there is no layer {item}: the model has {count} layers with a KV cache"
+            fix = f"name layers from {-count} to {count - 1}; they count layers with a cache, in order"
+            raise ConfigError(INDEPENDENT, list(independent), rule, fix)
+    return {item % count for item in independent}
+
+
+def _check_indexers(layers: Sequence[CacheLayer], bucket: Sequence[int]) -> None:
+    kinds = {layers[p].indexer for p in bucket} - {None}
+    if len(kinds) > 1:
+        odd = next(p for p in bucket if layers[p].indexer not in (None, layers[bucket[0]].indexer))
+        rule = f"layer {odd} has another indexer cache than layers it would share memory with"
+        raise ConfigError(INDEPENDENT, None, rule, f"add {odd} to the list")
+
+
+def geometry_layers(geometry: KVGeometry) -> tuple[CacheLayer, ...]:
+    """The layers of a model, MTP layers included."""
+    return tuple(
+        CacheLayer(
+            layer,
+            geometry.main_components,
+            geometry.main_row_bytes,
+            geometry.indexer_components if geometry.has_indexer_cache(layer) else None,
+            geometry.indexer_row_bytes if geometry.has_indexer_cache(layer) else 0,
+        )
+        for layer in range(geometry.num_layers)
+    )

@@ -1,0 +1,397 @@
+"""Layers through shared buffers: load what a layer needs, save what it computed, load for a later layer.
+
+A step is a list of requests, each with its rows to load and to save. For every layer, in order: its gate
+opens, the rows of its requests' prefixes come from the store, attention runs, the new rows go to the store,
+and the next layer that uses the same memory may begin to load. Loads and saves run on side streams.
+
+What is in a buffer already is not loaded: a layer that shares its memory with no other keeps what it has
+(`own_loads` are those of its rows that it lacks); any other layer's rows are gone by the next step, and come
+back once in a step (`shared_loads`), row by row and not by whole blocks.
+
+A failure belongs to requests. A request that lost a row is named by `finish`; nothing of it may be published
+or attended to (I-11). No torch here: memory is addresses, and the platform's work is an event.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from vllm_kvoffload.layerwise.buffer_plan import BufferPlan
+from vllm_kvoffload.layerwise.slot_gate import COMPUTE, SAVE, ReadGuard, SlotGates, Storage
+from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.runtime.base import Event, Runtime, RuntimeFault, TaskFailedError, WaitTimeoutError
+from vllm_kvoffload.store.base import CopySpans, Direction, Int64Array, Store, StoreError
+
+logger = get_logger(__name__)
+
+LOAD_STREAM = "store-load"
+SAVE_STREAM = "store-save"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A component of a layer's cache. base: address of block 0; stride: bytes between blocks; row_bytes: of a
+    token; offset: where this component of the layer begins in an object."""
+
+    base: int
+    stride: int
+    row_bytes: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Where a layer's caches lie. index: its number in the model."""
+
+    index: int
+    parts: tuple[Part, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token."""
+        return sum(part.row_bytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """N runs of rows, each within a block: int64 [N] each.
+
+    objects: addresses in the store; blocks: ids on the device; first, count: rows; owners: request numbers.
+    """
+
+    objects: Int64Array
+    blocks: Int64Array
+    first: Int64Array
+    count: Int64Array
+    owners: Int64Array
+
+    @classmethod
+    def of(cls, runs: Sequence[tuple[int, int, int, int, int]]) -> Rows:
+        """From (object, block, first, count, owner)."""
+        columns = np.array(runs, dtype=np.int64).reshape(-1, 5).T
+        return cls(*(np.ascontiguousarray(column) for column in columns))
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all runs."""
+        return int(self.count.sum())
+
+    def only(self, mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Rows:
+        """The runs that the mask names."""
+        return Rows(
+            self.objects[mask], self.blocks[mask], self.first[mask], self.count[mask], self.owners[mask]
+        )
+
+    def spans(self, memory: LayerMemory) -> CopySpans:
+        """The copies of one layer."""
+        objects, local, nbytes = [], [], []
+        for part in memory.parts:
+            start = self.first * part.row_bytes
+            objects.append(self.objects + (start + part.offset))
+            local.append(self.blocks * part.stride + (start + part.base))
+            nbytes.append(self.count * part.row_bytes)
+        return CopySpans(np.concatenate(objects), np.concatenate(local), np.concatenate(nbytes))
+
+
+NO_ROWS = Rows.of([])
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step moves. requests: names; rows' owners count them. computed: rows of `saves` that are new."""
+
+    requests: tuple[str, ...] = ()
+    shared_loads: Rows = NO_ROWS
+    own_loads: Rows = NO_ROWS
+    saves: Rows = NO_ROWS
+    computed: int = 0
+
+
+@dataclass
+class PipelineStats:
+    """Totals. needed_*: what had to be moved at least: a row that a layer computed, once; a row of a prefix
+    that a layer lacked, once a step. wait_s: how long computation waited for its layers' memory."""
+
+    loaded_bytes: int = 0
+    saved_bytes: int = 0
+    needed_load_bytes: int = 0
+    needed_save_bytes: int = 0
+    wait_s: float = 0.0
+    failed_requests: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """Bytes moved against the least possible."""
+        needed = self.needed_load_bytes + self.needed_save_bytes
+        return (self.loaded_bytes + self.saved_bytes) / needed if needed else 1.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """prefetch_layers: how many layers ahead loads may begin, the next one included. max_runs, max_bytes: of
+    one call of the store, 0 for any. deadline_s: of a copy; reads_s: of remote reads."""
+
+    prefetch_layers: int = 8
+    max_runs: int = 0
+    max_bytes: int = 0
+    deadline_s: float = 30.0
+    reads_s: float = 0.0
+
+
+@dataclass
+class _State:
+    """A step in progress, by position."""
+
+    issued: int = 0
+    loads: dict[int, Event] = field(default_factory=dict)
+    opened: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)
+    failed: dict[int, str] = field(default_factory=dict)
+
+
+class LayerPipeline:
+    """One rank's. The compute thread calls it; `finish` ends what `begin` began.
+
+    Args:
+        plan, memory: of the same layers, in the same order. num_blocks: of every cache.
+    """
+
+    def __init__(
+        self,
+        plan: BufferPlan,
+        memory: Sequence[LayerMemory],
+        num_blocks: int,
+        store: Store,
+        runtime: Runtime,
+        limits: Limits,
+    ) -> None:
+        self.stats = PipelineStats()
+        self._plan, self._memory, self._store = plan, tuple(memory), store
+        self._runtime, self._limits = runtime, limits
+        self._loads, self._saves = runtime.stream(LOAD_STREAM), runtime.stream(SAVE_STREAM)
+        self._position = {layer.index: position for position, layer in enumerate(memory)}
+        storages = [
+            [Storage(part.base, part.stride, part.stride * num_blocks) for part in layer.parts]
+            for layer in memory
+        ]
+        self.gates = SlotGates(storages, [layer.index for layer in memory])
+        self._guard: ReadGuard | None = None
+        self._step: Step = Step()
+        self._state = _State()
+        self._stuck: list[Event] = []
+
+    def use_guard(self, guard: ReadGuard, reads_s: float) -> None:
+        """Remote readers must have read what is to be overwritten, which takes `reads_s` at most."""
+        self._guard = guard
+        self._limits = replace(self._limits, reads_s=reads_s)
+        self.gates.use_guard(guard)
+
+    # ------------------------------------------------------------------------------------- the compute thread
+
+    def begin(self, step: Step) -> None:
+        """A step starts: the first loads are under way when this returns."""
+        quiet = self._settle()
+        self._step, self._state = step, _State()
+        self.gates.begin_step()
+        self._count_needed(step)
+        if not quiet:
+            for number in range(len(step.requests)):
+                self.fail(number, "a copy of an earlier step does not end")
+        if step.requests:
+            self._issue(0)
+
+    def fail(self, request: int, reason: str) -> None:
+        """A request is lost: its rows aren't moved any more, its result is not to be used."""
+        if request not in self._state.failed:
+            self._state.failed[request] = reason
+            self.stats.failed_requests += 1
+            if self._guard is not None:
+                self._guard.give_up([self._step.requests[request]], reason)
+
+    def wait_layer(self, index: int) -> None:
+        """Returns when a layer's memory holds its requests' prefixes, and may be written. Idempotent."""
+        position = self._position[index]
+        state = self._state
+        if not self._step.requests or position in state.opened:
+            return
+        state.opened.add(position)
+        self._issue(position)
+        begin = time.monotonic()
+        event = state.loads.pop(position, None)
+        if event is None:
+            self._acquire(position)
+        else:
+            self._join_load(position, event)
+        self.stats.wait_s += time.monotonic() - begin
+
+    def _join_load(self, position: int, event: Event) -> None:
+        try:
+            event.wait(self._limits.reads_s + 2 * self._limits.deadline_s)
+        except RuntimeFault as error:
+            if isinstance(error, WaitTimeoutError):
+                self._stuck.append(event)
+            self._loads.recover()
+            layer = self._memory[position].index
+            self._fail_owners(self._rows_to_load(position), f"loading layer {layer}: {error}")
+            self._acquire(position)
+
+    def layer_done(self, index: int) -> None:
+        """A layer's attention is done: its rows are saved, and a later layer may load. Idempotent."""
+        position = self._position[index]
+        state = self._state
+        if not self._step.requests or position in state.done:
+            return
+        state.done.add(position)
+        computed = self._runtime.current_stream().record(f"layer {index} computed")
+        saving = bool(len(self._step.saves))
+        if saving:
+            self.gates.hold(position, SAVE)
+        if saving or not computed.query():
+            self._saves.submit(self._save, position, computed, self._step, state, label=f"save layer {index}")
+        else:
+            self.gates.release(position, COMPUTE)
+        self._issue(position + 1)
+
+    def finish(self) -> dict[str, str]:
+        """Ends the step; layers that did not run are moved all the same. Lost requests, and why."""
+        if self._step.requests:
+            for layer in self._memory:  # such as an MTP layer in a step without drafts
+                self.wait_layer(layer.index)
+                self.layer_done(layer.index)
+            saved = self._saves.record("saves of a step")
+            try:
+                saved.wait(self._limits.deadline_s)
+            except RuntimeFault as error:
+                if isinstance(error, WaitTimeoutError):
+                    self._stuck.append(saved)
+                self._saves.recover()
+                self._fail_owners(self._step.saves, f"saving: {error}")
+        failed = {self._step.requests[number]: why for number, why in self._state.failed.items()}
+        self._step = Step()
+        return failed
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no copy that was given up is still running: only then its objects may be closed."""
+        return not self._stuck
+
+    def _settle(self) -> bool:
+        """Joins copies that a former step gave up on: they still use memory. Whether all are over."""
+        for event in list(self._stuck):
+            try:
+                event.wait(self._limits.deadline_s)
+            except WaitTimeoutError:
+                return False
+            except TaskFailedError:
+                logger.debug("a copy that was given up failed", exc_info=True)
+            self._stuck.remove(event)
+        return True
+
+    def _count_needed(self, step: Step) -> None:
+        for position, layer in enumerate(self._memory):
+            rows = step.shared_loads if self._plan.is_shared(position) else step.own_loads
+            self.stats.needed_load_bytes += rows.num_rows * layer.row_bytes
+            self.stats.needed_save_bytes += step.computed * layer.row_bytes
+
+    # ------------------------------------------------------------------------------------ loads and saves
+
+    def _rows_to_load(self, position: int) -> Rows:
+        return self._step.shared_loads if self._plan.is_shared(position) else self._step.own_loads
+
+    def _issue(self, current: int) -> None:
+        """Begins the loads of layers from `current` on, as far ahead as allowed, in order."""
+        state, end = self._state, min(current + self._limits.prefetch_layers, len(self._memory))
+        while state.issued < end:
+            position = state.issued
+            before = self._plan.predecessors.get(position)
+            if before is not None and before not in state.done:
+                return  # the layer before it in its buffer is still to be computed
+            state.issued += 1
+            if len(self._rows_to_load(position)):
+                label = f"load layer {self._memory[position].index}"
+                self._loads.submit(self._load, position, self._step, state, label=label)
+                state.loads[position] = self._loads.record(label)
+
+    def _acquire(self, position: int) -> None:
+        """Waits for a layer's gates; what still holds them at the deadline costs its requests."""
+        requests, limits = self._step.requests, self._limits
+        held = self.gates.wait(position, requests, max(limits.deadline_s, limits.reads_s))
+        for blocker in held:
+            reason = f"its memory was not free after {limits.deadline_s:g} s: {blocker}"
+            if blocker.request:
+                if self._guard is not None:
+                    self._guard.give_up([blocker.request], reason)
+            else:
+                self._fail_owners(self._step.saves, reason)
+        self.gates.occupy(position)
+
+    def _load(self, position: int, step: Step, state: _State) -> None:
+        if state is not self._state:
+            return  # of a step that was given up
+        self._acquire(position)
+        rows = step.shared_loads if self._plan.is_shared(position) else step.own_loads
+        self.stats.loaded_bytes += self._move(rows, position, "load", state)
+
+    def _save(self, position: int, computed: Event, step: Step, state: _State) -> None:
+        try:
+            computed.wait(self._limits.deadline_s)
+            self.gates.release(position, COMPUTE)
+            self.stats.saved_bytes += self._move(step.saves, position, "save", state)
+        finally:
+            self.gates.release(position, SAVE)
+
+    def _move(self, rows: Rows, position: int, direction: Direction, state: _State) -> int:
+        """Copies a layer's rows of all requests that are not lost; bytes copied."""
+        if state.failed:
+            rows = rows.only(~np.isin(rows.owners, list(state.failed)))
+        if not len(rows):
+            return 0
+        memory = self._memory[position]
+        try:
+            return self._copy(rows.spans(memory), direction)
+        except StoreError:
+            pass  # whose fault it was shows when each request is copied alone
+        moved = 0
+        for owner in np.unique(rows.owners):
+            try:
+                moved += self._copy(rows.only(rows.owners == owner).spans(memory), direction)
+            except StoreError as error:
+                self.fail(int(owner), f"{direction} of layer {memory.index}: {error}")
+        return moved
+
+    def _copy(self, spans: CopySpans, direction: Direction) -> int:
+        for piece in pieces(spans, self._limits.max_runs, self._limits.max_bytes):
+            self._store.copy(piece, direction)
+        return spans.total_bytes
+
+    def _fail_owners(self, rows: Rows, reason: str) -> None:
+        for owner in np.unique(rows.owners):
+            self.fail(int(owner), reason)
+
+
+def pieces(spans: CopySpans, max_runs: int, max_bytes: int) -> list[CopySpans]:
+    """The same copies in calls of at most `max_runs` runs, each of at most `max_bytes` bytes; 0 for any."""
+    if max_bytes and len(spans) and int(spans.nbytes.max()) > max_bytes:
+        counts = -(-spans.nbytes // max_bytes)
+        which = np.repeat(np.arange(len(spans)), counts)
+        part = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+        offset = part * max_bytes
+        nbytes = np.minimum(spans.nbytes[which] - offset, max_bytes)
+        spans = CopySpans(spans.object_address[which] + offset, spans.local_address[which] + offset, nbytes)
+    if not max_runs or len(spans) <= max_runs:
+        return [spans]
+    return [
+        CopySpans(
+            spans.object_address[start : start + max_runs],
+            spans.local_address[start : start + max_runs],
+            spans.nbytes[start : start + max_runs],
+        )
+        for start in range(0, len(spans), max_runs)
+    ]
