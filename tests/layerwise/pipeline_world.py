@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 
@@ -27,13 +28,17 @@ def value(layer: int, request: int, token: int) -> int:
     return (layer + 1) * 1_000_000 + (request + 1) * 10_000 + token
 
 
+def accept(_address: int, _direction: str) -> None:
+    """Every copy."""
+
+
 class MemoryStore:
     """Moves bytes; refuses what a test says. `refuse(address, direction)` may raise StoreError."""
 
     name = "memory"
 
     def __init__(self) -> None:
-        self.refuse = lambda address, direction: None
+        self.refuse: Callable[[int, str], object] = accept
         self.calls: list[tuple[str, int]] = []
 
     def copy(self, spans: CopySpans, direction: str) -> None:
@@ -92,7 +97,9 @@ class World:
         limits: Limits | None = None, delays: bool = True,
     ) -> None:  # fmt: skip
         self.random = random.Random(seed)
-        layers = [CacheLayer(n, "main", 8, "key" if n % 2 else None, 8 if n % 2 else 0) for n in range(LAYERS)]
+        layers = [
+            CacheLayer(n, "main", 8, "key" if n % 2 else None, 8 if n % 2 else 0) for n in range(LAYERS)
+        ]
         self.plan = plan_buffers(layers, BufferOptions(shared, independent))
         shape = (NUM_BLOCKS, BLOCK)
         self.main = [np.full(shape, -1, dtype=np.int64) for _ in self.plan.slots]
@@ -187,7 +194,9 @@ class World:
         for token in range(tokens):
             found = int(cache[request.blocks[token // BLOCK], token % BLOCK])
             if found != value(position, request.number, token):
-                self.wrong.append(f"{who}: layer {position}, request {request.number}, token {token}: {found}")
+                self.wrong.append(
+                    f"{who}: layer {position}, request {request.number}, token {token}: {found}"
+                )
                 return
 
     def _publish(self, position: int, request: Request) -> None:
@@ -240,7 +249,9 @@ def run(seed: int, **options) -> list[str]:
     try:
         world.random_run()
     finally:
-        with suppress(RuntimeFault) if world.wrong else nullcontext():  # a planted bug may leave threads stuck
+        with (
+            suppress(RuntimeFault) if world.wrong else nullcontext()
+        ):  # a planted bug may leave threads stuck
             world.close()
     return world.wrong
 

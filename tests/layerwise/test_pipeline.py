@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from pipeline_world import BLOCK, StoreError, World, run
+from pipeline_world import BLOCK, StoreError, World, accept, run, value
 
 from vllm_kvoffload.layerwise import pipeline as module
 from vllm_kvoffload.layerwise.pipeline import LayerPipeline, Limits, pieces
@@ -117,7 +117,7 @@ def test_a_failed_load_costs_its_request_only():
     lost = world.step({0: 2, 1: 2})
     assert list(lost) == ["0"]
     assert "load of layer 0: gone" in lost["0"]
-    world.store.refuse = lambda address, direction: None
+    world.store.refuse = accept
     assert world.step({1: 2}) == {}
     assert good.computed == 10
     world.check_store()
@@ -147,7 +147,7 @@ def test_a_copy_that_hangs_ends_requests_and_not_the_engine():
     world.add(12), world.add(12)
     assert world.step({0: 4, 1: 4}) == {}
     gate = threading.Event()
-    world.store.refuse = lambda address, direction: gate.wait(10) if direction == "save" else None
+    world.store.refuse = lambda _address, direction: gate.wait(10) if direction == "save" else None
     begin = time.monotonic()
     lost = world.step({0: 4})
     assert "0" in lost
@@ -156,7 +156,7 @@ def test_a_copy_that_hangs_ends_requests_and_not_the_engine():
     assert time.monotonic() - begin < 8
     gate.set()
     world.runtime.synchronize()
-    world.store.refuse = lambda address, direction: None
+    world.store.refuse = accept
     assert world.step({1: 4}) == {}
     assert world.pipeline.quiet
     world.close()
@@ -166,7 +166,7 @@ def test_a_reader_that_never_reads_loses_its_transfer_and_not_the_request():
     world = World(4, shared=1, independent=(), delays=False, readers=True, limits=Limits(deadline_s=0.1))
     world.pipeline.use_guard(world.readers, 0.1)
     world.add(8)
-    world.readers.read = lambda layer, name: None
+    world.readers.read = lambda _layer, _name: None
     assert world.step({0: 4}) == {}
     assert "its memory was not free" in world.readers.given_up["0"]
     world.close()
@@ -176,16 +176,21 @@ def test_layers_that_did_not_run_are_moved_all_the_same():
     world = World(5, shared=2, independent=(), delays=False)
     world.add(8)
     world.step({0: 4})
-    step = world.pipeline.begin
-    assert step is not None
-    from pipeline_world import value
+    skipped = world.plan.layers[5].index
+    wait, done = world.pipeline.wait_layer, world.pipeline.layer_done
+    inside = []
 
+    def only_others(call):
+        return lambda index: call(index) if index != skipped or inside else None
+
+    finish = world.pipeline.finish
+    world.pipeline.wait_layer, world.pipeline.layer_done = only_others(wait), only_others(done)
+    world.pipeline.finish = lambda: inside.append(1) or finish()
     original = world._compute
-    world._compute = lambda position, request, count: position == 5 or original(position, request, count)
-    world.step({0: 4})
-    world._compute = original
-    request = world.requests[0]
-    assert value(4, 0, 7) in world._caches(4)[0] or request.computed == 8
+    world._compute = lambda position, *rest: None if position == 5 else original(position, *rest)
+    assert world.step({0: 4}) == {}
+    cache = world._caches(5)[0]
+    assert cache[world.requests[0].blocks[0]].tolist() == [value(5, 0, token) for token in range(4)]
     world.close()
 
 

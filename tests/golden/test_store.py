@@ -1,0 +1,186 @@
+"""Prefill through shared buffers changes nothing that a user can see, with a cold store and a warm one."""
+
+from __future__ import annotations
+
+import pytest
+from engine import worst_difference
+from store_lab import store_engine, store_worker, transfer_config
+from workloads import WORKLOADS
+
+from vllm_kvoffload.layerwise.pipeline import LayerPipeline
+from vllm_kvoffload.store import StoreError
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-4
+"""Where a schedule differs from that of the reference: sums are made in another order."""
+
+PLANS = {
+    "1-none": (1, []),
+    "2-first": (2, [0]),
+    "3-none": (3, []),
+    "1-last": (1, [-1]),
+    "4-first": (4, [0]),
+    "all": (2, "all"),
+}
+BYTES = {"1-none": 1 * 384 + 256, "2-first": 3 * 384 + 2 * 256, "3-none": 3 * 384 + 2 * 256}
+"""Of a token on the device: layers FFSS, the first two with an indexer."""
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_same_results(lab, plan):
+    """Chunked prefill, mixed batches and decode steps equal no offload to the bit; then prefixes."""
+    shared, independent = PLANS[plan]
+    workloads = ("mixed", "prefix") if plan != "2-first" else ("short", "long", "mixed", "prefix", "abort")
+    with store_engine(lab, transfer_config(shared, independent), workloads=workloads) as runs:
+        if plan in BYTES:
+            assert runs.engine.num_blocks == (32 << 20) // (64 * BYTES[plan])
+        else:
+            assert runs.engine.num_blocks >= (32 << 20) // (64 * 2048)
+        for workload in workloads:
+            _, difference, did = runs.run(workload)
+            assert difference <= (TOLERANCE if workload == "prefix" else 0.0), workload
+            assert did["saved_bytes"] > 0
+            assert (did["loaded_bytes"] > 0) == (plan not in ("4-first", "all") or did["hit_tokens"] > 0)
+            assert did["loaded_bytes"] == did["needed_load_bytes"]
+            assert did["failed_requests"] == 0
+
+
+def test_a_second_run_loads_what_the_first_one_stored(lab):
+    with store_engine(lab, transfer_config(2, [0]), workloads=("prefix",)) as runs:
+        cold, difference, _ = runs.run("prefix")
+        assert difference < TOLERANCE
+        again, difference, did = runs.run("prefix")
+        assert difference < TOLERANCE
+    # Whole blocks, and never the last token.
+    assert [outcome.cached_tokens for outcome in again] == [640, 704, 639, 640, 576, 192, 192]
+    assert did["hit_tokens"] == sum(outcome.cached_tokens for outcome in again)
+    assert did["loaded_bytes"] >= did["hit_tokens"] * 2048
+    assert sum(outcome.cached_tokens for outcome in cold) < did["hit_tokens"]
+
+
+def test_preemption(lab):
+    options = WORKLOADS["preempted"].options
+    reference = lab.reference("preempted").outcomes
+    with store_engine(lab, transfer_config(1, []), **options) as runs:
+        outcomes, _, did = runs.run("preempted")
+        assert len(set(runs.engine.trace.preempted)) >= 2
+        assert worst_difference(outcomes, reference) < TOLERANCE
+        assert all(outcome.finished for outcome in outcomes)
+        assert did["hit_tokens"] > 0, "a preempted request found its blocks in the store"
+
+
+def test_drafts(lab):
+    """An MTP layer takes part; later drafts of a step find their buffer as it is."""
+    with store_engine(
+        lab,
+        transfer_config(2, [0]),
+        "glm-tiny-mtp",
+        speculative_config={"method": "mtp", "num_speculative_tokens": 2},
+    ) as runs:
+        outcomes = [runs.engine.run(WORKLOADS["mixed"].jobs) for _ in range(2)]
+        accepted = sum(runs.engine.trace.accepted)
+    reference = lab.run(
+        "mixed", "glm-tiny-mtp", speculative_config={"method": "mtp", "num_speculative_tokens": 2}
+    )
+    assert accepted > 0
+    assert accepted == sum(reference.trace.accepted)
+    for got in outcomes:
+        assert worst_difference(got, reference.outcomes) < TOLERANCE
+
+
+def test_random_delays(lab, monkeypatch):
+    lab.reference("mixed")
+    for seed in (3, 5):
+        monkeypatch.setenv("KVOFFLOAD_RUNTIME_DELAY", f"{seed}:4")
+        with store_engine(lab, transfer_config(2, [], layerwise_prefetch_layers=8)) as runs:
+            assert runs.run("mixed")[1] == 0.0
+        lab.close()
+
+
+def _skip_waits(monkeypatch):
+    monkeypatch.setattr(LayerPipeline, "_acquire", lambda self, position: self.gates.occupy(position))
+    monkeypatch.setattr(LayerPipeline, "_join_load", lambda *_args: None)
+
+
+def _skip_loads(monkeypatch):
+    move = LayerPipeline._move
+
+    def careless(self, rows, position, direction, state):
+        return move(self, rows, position, direction, state) if direction == "save" else 0
+
+    monkeypatch.setattr(LayerPipeline, "_move", careless)
+
+
+def _late_hook(monkeypatch):
+    """As vLLM's own hook: the layer's new rows are written before its memory is free."""
+    from vllm_kvoffload.platforms.cpu import layer_loads
+
+    monkeypatch.setattr(layer_loads, "await_layer", lambda _name: None)
+
+
+@pytest.mark.parametrize("break_it", [_skip_waits, _skip_loads, _late_hook])
+def test_control_what_is_not_awaited_shows(lab, monkeypatch, break_it):
+    monkeypatch.setenv("KVOFFLOAD_RUNTIME_DELAY", "7:4")
+    lab.reference("mixed")
+    with store_engine(lab, transfer_config(1, [], layerwise_prefetch_layers=8)) as runs:
+        break_it(monkeypatch)
+        assert runs.run("mixed")[1] > TOLERANCE
+    monkeypatch.undo()
+    lab.close()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_block_that_is_gone_costs_its_request_only(lab, policy):
+    """Its KV is computed again, or it ends with an error; never wrong tokens, and nobody else is hurt."""
+    transfer = transfer_config(2, [0], kv_load_failure_policy=policy)
+    with store_engine(lab, transfer, workloads=("long",)) as runs:
+        worker = store_worker()
+        open_read, stolen = worker._store.open_read, []
+
+        def steal(step, _outcomes):
+            if step == 6:
+                (name,) = (name for name in worker._requests if name.startswith("job-1"))
+                worker._unpin(worker._requests[name])
+                stolen.append(worker._requests[name].hashes[2])
+
+        def without(keys, lease_s):
+            found = open_read(keys, lease_s)
+            if stolen:
+                gone = worker._keys.key(stolen[0])
+                if gone in keys:
+                    stolen.clear()
+                    return [None if key == gone else pin for key, pin in zip(keys, found, strict=True)]
+            return found
+
+        worker._store.open_read = without
+        outcomes = runs.engine.run(WORKLOADS["long"].jobs, before_step=steal)
+        worker._store.open_read = open_read
+        assert worker.pipeline.stats.failed_requests == 1
+        reference = lab.reference("long").outcomes
+        whole = [0, 1, 2] if policy == "recompute" else [0, 2]
+        for n in whole:
+            assert outcomes[n].token_ids == reference[n].token_ids
+        if policy == "fail":
+            assert len(outcomes[1].token_ids) < len(reference[1].token_ids)
+        _, difference, _ = runs.run("mixed")
+        assert difference == 0.0
+
+
+def test_a_store_that_is_down_is_an_error_and_not_a_wrong_answer(lab):
+    with store_engine(lab, transfer_config(2, [0]), workloads=("mixed",)) as runs:
+        worker = store_worker()
+        store = worker._store
+
+        def refuse(*_args):
+            raise StoreError("down")
+
+        kept = store.copy
+        store.copy = refuse
+        outcomes = runs.engine.run(WORKLOADS["long"].jobs)
+        assert all(outcome.finished for outcome in outcomes)
+        assert all(len(outcome.token_ids) <= 1 for outcome in outcomes)
+        store.copy = kept
+        _, difference, did = runs.run("mixed")
+        assert difference == 0.0
+        assert did["failed_requests"] == 0
