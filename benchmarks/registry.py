@@ -9,6 +9,7 @@ from typing import Protocol, cast
 
 # Name -> module; imported only when asked for, so that one benchmark's needs aren't another's.
 BENCHMARKS = {
+    "low_load": "benchmarks.low_load",
     "plan": "benchmarks.plan",
     "policy": "benchmarks.policy",
     "pull": "benchmarks.pull",

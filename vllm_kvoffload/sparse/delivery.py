@@ -62,13 +62,14 @@ class Delivery(Protocol):
         """Device bytes of buffers of its own."""
 
 
-def count_plan(stats: OffloadStats, plan: ops.PlanOut) -> None:
-    """Adds a plan to the totals."""
+def count_plan(stats: OffloadStats, plan: ops.PlanOut) -> int:
+    """Adds a plan to the totals; returns its misses."""
     hits, misses, new, displaced = plan.stats[:4].tolist()
     stats.hits += hits
     stats.misses += misses
     stats.new_rows += new
     stats.displaced += displaced
+    return int(misses)
 
 
 class InPlaceDelivery:
@@ -82,6 +83,7 @@ class InPlaceDelivery:
         self._workspace = ops.Workspace()
         self._prefetch = FollowerPrefetch(parts.store, parts.hot, parts.rows, parts.runtime, parts.deadline_s)
         self._indices = torch.empty(0)
+        self._misses = 0  # of the plan
 
     def plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState) -> None:
         ops.dsa_plan(
@@ -95,7 +97,7 @@ class InPlaceDelivery:
         )
         slots = self._plan.slots[: len(topk)]
         self._indices = (slots + step.first_slots).masked_fill_(slots < 0, -1)
-        count_plan(self._parts.stats, self._plan)
+        self._misses = count_plan(self._parts.stats, self._plan)
 
     def deliver(
         self, layer: int, pool: GroupPool, new_rows: Rows, step: StepState
@@ -107,7 +109,8 @@ class InPlaceDelivery:
                 store.await_layer(layer)
             fetched = fetch_misses(store, hot, layer, step, plan, step.decode_rows)
         self._parts.stats.fetched_bytes += fetched
-        if layer == pool.group.owner and not step.decode_late:  # a late prefix isn't in the host pool yet
+        # A late prefix isn't in the host pool yet. With nothing to fetch, waking a thread is all it would do.
+        if layer == pool.group.owner and self._misses and not step.decode_late:
             self._prefetch.start(pool.group.layers[1:], plan, step)
         rows = hot.layers[layer]
         store.row_ops.write_rows(rows, step.token_rows, new_rows, plan.new_slots[: len(step.token_rows)])
