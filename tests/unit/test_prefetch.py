@@ -13,10 +13,12 @@ import torch
 from vllm_kvoffload import ops
 from vllm_kvoffload.geometry import Component, KVGeometry
 from vllm_kvoffload.runtime import CpuRuntime, TaskFailedError, WaitTimeoutError
+from vllm_kvoffload.sparse.delivery import DecodeParts, InPlaceDelivery
 from vllm_kvoffload.sparse.host_store import HostStore
 from vllm_kvoffload.sparse.hot_pool import GroupPool, HotPool
 from vllm_kvoffload.sparse.prefetch import STREAM, FollowerPrefetch
 from vllm_kvoffload.sparse.rows import RowTable
+from vllm_kvoffload.sparse.stats import OffloadStats
 from vllm_kvoffload.sparse.step_state import StepState
 
 ROW_BYTES, TOPK, BLOCK = 8, 4, 4
@@ -34,6 +36,8 @@ class Bench:
         host = [torch.full((4, BLOCK, ROW_BYTES), 10 * layer + 1, dtype=torch.uint8) for layer in range(3)]
         store = HostStore(host, runtime, writer=True, barrier=None, deadline_s=deadline_s)
         self.prefetch = FollowerPrefetch(store, self.hot, self.rows, runtime, deadline_s)
+        self.stats = OffloadStats()
+        self.parts = DecodeParts(store, self.hot, self.rows, runtime, self.stats, deadline_s)
         self.leases = tuple(self.rows.acquire(name) for name in ("a", "b"))
         self._stream, self._go_on = runtime.stream(STREAM), threading.Event()
         self.pool: GroupPool = self.hot.groups[0]
@@ -46,7 +50,7 @@ class Bench:
         self._go_on.set()
 
     def start(self) -> StepState:
-        step = self._step()
+        step = self.step()
         topk = torch.arange(TOPK, dtype=torch.int32).repeat(2, 1)
         ops.dsa_plan(
             topk,
@@ -65,7 +69,7 @@ class Bench:
         """Slots of a row that hold something."""
         return int((self.hot.layers[layer][row] != 0).any(1).sum())
 
-    def _step(self) -> StepState:
+    def step(self) -> StepState:
         rows = torch.tensor([lease.row for lease in self.leases], dtype=torch.int32)
         return StepState(
             decode=np.arange(2),
@@ -99,6 +103,31 @@ def test_followers_get_what_the_owner_planned(runtime: CpuRuntime) -> None:
         assert bench.hot.layers[layer].max() == 10 * layer + 1
         assert bench.prefetch.take(layer) is None  # taken
     assert bench.fetched(0, 0) == 0  # the owner fetches for itself
+
+
+def test_no_thread_is_woken_when_nothing_is_missing(
+    runtime: CpuRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, started = Bench(runtime), []
+    real = FollowerPrefetch.start
+
+    def start(self: FollowerPrefetch, followers: Any, *args: Any) -> None:
+        started.append(tuple(followers))
+        real(self, followers, *args)
+
+    monkeypatch.setattr(FollowerPrefetch, "start", start)
+    delivery = InPlaceDelivery(bench.parts, TOPK, 1)
+    new_rows = torch.full((2, ROW_BYTES), 99, dtype=torch.uint8)
+    for ids, wakes in (([0, 1, 2, 3], 1), ([3, 2, 1, 0], 0), ([0, 1, 2, 4], 1)):
+        started.clear()
+        step, fetched = bench.step(), bench.stats.fetched_bytes
+        delivery.plan(bench.pool, torch.tensor([ids] * 2, dtype=torch.int32), step)
+        for layer in range(3):
+            rows, indices = delivery.deliver(layer, bench.pool, new_rows, step)
+            chosen = rows.flatten(0, 1)[indices.flatten()]
+            assert (chosen == 10 * layer + 1).all()
+        assert started == [(1, 2)] * wakes
+        assert (bench.stats.fetched_bytes > fetched) == bool(wakes)
 
 
 def test_a_row_with_a_new_owner_is_left_alone(runtime: CpuRuntime) -> None:
