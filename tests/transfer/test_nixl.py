@@ -137,3 +137,11 @@ def test_metadata_of_something_else_are_refused(engine):
 def test_unknown_engines_are_refused():
     with pytest.raises(TransferUnavailableError, match="memfabric, nixl"):
         make_engine("mooncake", role="decode", host="127.0.0.1", device_id=0)
+
+
+@pytest.mark.usefixtures("engine")
+def test_an_engine_that_transfers_nothing_takes_no_core():
+    """Its progress thread would take a whole one, if NIXL had its way."""
+    before, begin = time.process_time(), time.monotonic()
+    time.sleep(2)
+    assert time.process_time() - before < 0.1 * (time.monotonic() - begin)

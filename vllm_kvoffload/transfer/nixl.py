@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -25,6 +26,8 @@ from vllm_kvoffload.transfer.base import (
 from vllm_kvoffload.transfer.spans import Int64Array, RegionTable, Spans
 
 MODULES = ("nixl_cu12", "nixl")
+PROGRESS_DELAY_US = 1000
+"""Longest sleep of NIXL's progress thread; events end it earlier."""
 _MEMORY = {"host": "DRAM"}
 
 
@@ -52,6 +55,31 @@ def _load() -> Any:
     )
 
 
+@contextmanager
+def _patient_progress(nixl: Any) -> Iterator[None]:
+    """Agents made meanwhile have a progress thread that sleeps until something happens.
+
+    NIXL's Python front sets its delay to 0, with no option for another: it polls without end then, and takes
+    a whole core from the engine, on prefill and on decode, whether anything is transferred or not. A NIXL
+    that is made otherwise is left as it is.
+    """
+    bindings: Any = getattr(import_module(f"{nixl.__name__}._api"), "nixlBind", None)
+    plain = getattr(bindings, "nixlAgentConfig", None)
+    if not isinstance(plain, type):
+        yield
+        return
+
+    class Patient(plain):  # type: ignore[misc, valid-type]
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, PROGRESS_DELAY_US if name == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = Patient
+    try:
+        yield
+    finally:
+        bindings.nixlAgentConfig = plain
+
+
 class NixlEngine(TransferEngine):
     """One NIXL agent with the UCX backend.
 
@@ -70,7 +98,8 @@ class NixlEngine(TransferEngine):
             logging.getLogger(logger).setLevel(logging.WARNING)
         self._name = f"{role}-{uuid.uuid4().hex}"
         try:
-            self._agent: Any = nixl.nixl_agent(self._name, nixl.nixl_agent_config(backends=["UCX"]))
+            with _patient_progress(nixl):
+                self._agent: Any = nixl.nixl_agent(self._name, nixl.nixl_agent_config(backends=["UCX"]))
         except Exception as error:  # NIXL's exceptions have no public base class
             raise TransferUnavailableError(f"NIXL could not start its UCX backend: {error!r}") from error
         if "UCX" not in self._agent.backends:
