@@ -19,6 +19,7 @@ CONNECTORS = {
         "vllm_kvoffload.connectors.ascend_store.connector",
         "AscendStoreConnector",
     ),
+    "KVOffloadMultiConnector": ("vllm_kvoffload.connectors.multi", "KVOffloadMultiConnector"),
 }
 """Names for `kv_connector`, and where their classes are."""
 
@@ -41,8 +42,12 @@ def register_general() -> None:
         if name not in KVConnectorFactory._registry:  # vllm-ascend's main has one of this name, too
             KVConnectorFactory.register_connector(name, module, class_name)
 
+    multi = "vllm_kvoffload.connectors.multi", "KVOffloadMultiConnector"
     path = f"{type(current_platform).__module__}.{type(current_platform).__qualname__}"
     if path == CPU_PLATFORM:
+        # vLLM's own does not know which of its parts waits for which. vLLM-Ascend has one of this name, too.
+        KVConnectorFactory._registry.pop("MultiConnector", None)
+        KVConnectorFactory.register_connector("MultiConnector", *multi)
         from vllm_kvoffload.platforms.cpu.mla import register_mla_layer
         from vllm_kvoffload.platforms.cpu.spin import shorten_spinning
 

@@ -14,6 +14,7 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm_kvoffload.config import ConfigError
 from vllm_kvoffload.connectors.ascend_store.config import (
     CONNECTOR,
+    MULTI_CONNECTORS,
     AscendStoreConfig,
     find_store_options,
 )
@@ -119,4 +120,18 @@ def refuse_unless_possible(vllm_config: VllmConfig, index_topk: int | None) -> N
         rule = "layers that share buffers are loaded between kernels, which a compiled graph has no place for"
         fix = 'pass --enforce-eager, or set layerwise_independent_layers to "all"'
         raise ConfigError("enforce_eager", False, rule, fix)
+    transfer = vllm_config.kv_transfer_config
+    if plan.has_reuse and transfer is not None and transfer.kv_connector in MULTI_CONNECTORS:
+        _check_multi(str(transfer.kv_connector))
     key_space(vllm_config)
+
+
+def _check_multi(name: str) -> None:
+    """vLLM's own multi connector would let the store overwrite what decode still reads."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from vllm_kvoffload.connectors.multi import KVOffloadMultiConnector
+
+    if not issubclass(KVConnectorFactory.get_connector_class_by_name(name), KVOffloadMultiConnector):
+        rule = "this class does not know when a shared layer buffer may be used again"
+        raise ConfigError("kv_transfer_config.kv_connector", name, rule, "use KVOffloadMultiConnector")

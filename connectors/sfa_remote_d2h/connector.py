@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
@@ -68,6 +69,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         self._consumer: DecodeWorker | None = None
         self._results = Results()
         self._idle = False  # the current step computes nothing
+        self._progress = False
         if role is KVConnectorRole.SCHEDULER:
             self._make_scheduler(vllm_config)
 
@@ -109,6 +111,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
                 tp_size=tp_size,
                 tp_rank=tp_rank,
                 limits=config.limits,
+                progress=self._progress,
                 channel=channel,
             )
             self._producer.start()
@@ -128,6 +131,25 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._consumer.start()
         logger.info("Decode rank %d: control port %d, %d layers", tp_rank, port, len(layout.layers))
+
+    @property
+    def produces(self) -> bool:
+        """Whether decode engines read this engine's KV."""
+        return self._config.producer
+
+    @property
+    def lease_s(self) -> float:
+        """How long decode may be silent."""
+        return self._config.limits.lease_s
+
+    def ask_for_progress(self) -> None:
+        """Layers share memory: decode is to say what it has read. Before the caches are registered."""
+        self._progress = True
+
+    @property
+    def readers(self) -> PrefillWorker | None:
+        """Who knows what decode still has to read, once the caches are registered."""
+        return self._producer
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._producer is not None and isinstance(kv_connector_metadata, PrefillMetadata):
@@ -199,6 +221,10 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             return self._prefill.metadata(scheduler_output)
         assert self._decode is not None
         return self._decode.metadata()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._prefill is not None and connector_output.invalid_block_ids:
+            self._prefill.lost(connector_output.invalid_block_ids)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._prefill is not None:

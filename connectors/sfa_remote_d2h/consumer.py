@@ -39,6 +39,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     Hello,
     HelloAck,
     NeedHello,
+    Progress,
     Publish,
     Refused,
     ToDecode,
@@ -304,6 +305,7 @@ class Consumer:
         for pull in pending.pulls.values():
             if pull.reading is None and not pull.finished:
                 self._next_order(now, pending, pull)
+                self._tell_progress(pull)
             if pending.phase is not Phase.READING:
                 return
         if all(pull.finished for pull in pending.pulls.values()):
@@ -477,8 +479,18 @@ class Consumer:
         for pull in [*pulls, *self._early.values()]:
             if not pull.finished:
                 entries.setdefault(pull.session, []).append((pull.publish.transfer, *self._known(pull)))
+                self._tell_progress(pull, again=True)
         for session, lines in entries.items():
             self._send(session, Beat(self.session, session, tuple(lines)))
+
+    def _tell_progress(self, pull: Pull, again: bool = False) -> None:
+        """Prefill waits for this before it uses the memory again; told anew with each heartbeat."""
+        peer, read = self._peers.get(pull.session), (pull.read_chunks, pull.read_layers)
+        if peer is None or not peer.hello.progress or read == (0, 0) or (read == pull.told and not again):
+            return
+        pull.told = read
+        entry = (pull.publish.transfer, *read)
+        self._send(pull.session, Progress(self.session, pull.session, (entry,)))
 
     def _known(self, pull: Pull) -> tuple[int, int]:
         """Chunks known up to the first whose layers are not all known, and the layers of that one."""

@@ -66,7 +66,10 @@ class Peer:
 
 @dataclass(eq=False)
 class Pull:
-    """One transfer as decode sees it. `read_chunks`, `read_layers`: chunks read, layers of the next one."""
+    """One transfer as decode sees it.
+
+    read_chunks, read_layers: chunks read, layers of the next one. told: what prefill was told of that.
+    """
 
     session: str
     publish: Publish
@@ -76,6 +79,7 @@ class Pull:
     complete: bool = False
     read_chunks: int = 0
     read_layers: int = 0
+    told: tuple[int, int] = (0, 0)
     reading: int | None = None
     reading_to: tuple[int, int] = (0, 0)
     finish_at: float | None = None

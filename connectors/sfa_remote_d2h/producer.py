@@ -26,6 +26,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     Hello,
     HelloAck,
     NeedHello,
+    Progress,
     Publish,
     Refused,
     ToDecode,
@@ -48,7 +49,8 @@ REPEAT_S = 1.0
 
 @dataclass
 class Transfer(Generic[Endpoint]):
-    """One open transfer. `bound`: decode's session that has sent a heartbeat for it, "" before that."""
+    """One open transfer. `bound`: decode's session that has sent a heartbeat for it, "" before that. `read`:
+    chunks that decode has read, and layers of the next one."""
 
     number: int
     req_id: str
@@ -60,6 +62,7 @@ class Transfer(Generic[Endpoint]):
     chunks: list[Chunk] = field(default_factory=list)
     complete: bool = False
     bound: str = ""
+    read: tuple[int, int] = (0, 0)
     said_at: float = float("-inf")
 
 
@@ -143,6 +146,11 @@ class Producer(Generic[Endpoint]):
             end = TransferEnd.PREEMPTED if retry else TransferEnd.ABORTED
             self._close(transfer, end, reason, retry)
 
+    def unread(self, layer: int, req_ids: Iterable[str]) -> list[str]:
+        """Those of the requests of which decode may still read this layer (the n-th of all, from 0)."""
+        transfers = [(req_id, self._of(req_id)) for req_id in req_ids]
+        return [req_id for req_id, transfer in transfers if transfer and is_unread(transfer, layer)]
+
     def engine_finished(self, req_id: str) -> None:
         """The engine is done with the request and keeps its blocks until `take_free` names it."""
         self._owed.add(req_id)
@@ -186,6 +194,11 @@ class Producer(Generic[Endpoint]):
             self._say_hello(now, endpoint, link)  # it restarted, or its answer to Hello got lost
         elif isinstance(message, Beat):
             self._beat(now, endpoint, message)
+        elif isinstance(message, Progress):
+            for number, chunks, layers in message.entries:
+                transfer = self._at(endpoint, number)
+                if transfer is not None:
+                    transfer.read = max(transfer.read, (chunks, layers))
         elif isinstance(message, Finish):
             self._finish(endpoint, message)
         elif isinstance(message, Cancel):
@@ -321,6 +334,16 @@ class Producer(Generic[Endpoint]):
 
     def _send(self, endpoint: Endpoint, message: ToDecode) -> None:
         self.outbox.append((endpoint, message))
+
+
+def is_unread(transfer: Transfer[Endpoint], layer: int) -> bool:
+    """Whether decode may still read a layer of any chunk that was published."""
+    chunks, layers = transfer.read
+    return any(
+        chunk.layers > layer and bool(chunk.blocks)
+        for number, chunk in enumerate(transfer.chunks[chunks:], chunks)
+        if number > chunks or layer >= layers
+    )
 
 
 def replace_layers(chunk: Chunk, layers: int) -> Chunk:

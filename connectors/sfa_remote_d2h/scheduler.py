@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +168,13 @@ class PrefillScheduler:
         made = PrefillMetadata(steps, self._dropped, self._held)
         self._dropped, self._held = [], []
         return made
+
+    def lost(self, block_ids: Collection[int]) -> None:
+        """Blocks lost their KV: their requests' transfers were closed, and begin anew if they go on."""
+        for tracked in self._tracked.values():
+            if tracked.opened and not set(block_ids).isdisjoint(tracked.blocks):
+                tracked.opened = tracked.complete = False
+                tracked.published = 0
 
     def _forget_blocks(self, req_id: str) -> None:
         """The request was preempted, unless it has only just been given its blocks."""

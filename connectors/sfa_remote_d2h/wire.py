@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-VERSION = 1
+VERSION = 2
 _Message = TypeVar("_Message")
 
 
@@ -51,7 +51,10 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """Prefill introduces itself, again after every reconnect. `metadata` is the transfer engine's."""
+    """Prefill introduces itself, again after every reconnect. `metadata` is the transfer engine's.
+
+    progress: decode is to say how far its reads are: prefill uses the memory for other layers then.
+    """
 
     session: str
     engine_id: str
@@ -62,6 +65,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     layers: tuple[LayerLayout, ...]
     metadata: bytes
     lease_s: float
+    progress: bool = False
 
 
 class HelloAck(msgspec.Struct, frozen=True, array_like=True, tag="hello_ack"):
@@ -133,6 +137,14 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     entries: tuple[tuple[int, int, int], ...]
 
 
+class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
+    """How far decode has read: (transfer, chunks read, layers read of the next one). It only grows."""
+
+    session: str
+    peer: str
+    entries: tuple[tuple[int, int, int], ...]
+
+
 class Finish(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
     """Decode has read everything."""
 
@@ -151,7 +163,7 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
 
 
 ToDecode: TypeAlias = Hello | Publish | Closed | Finished | BeatAck
-ToPrefill: TypeAlias = HelloAck | Refused | NeedHello | Beat | Finish | Cancel
+ToPrefill: TypeAlias = HelloAck | Refused | NeedHello | Beat | Progress | Finish | Cancel
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_DECODE = msgspec.msgpack.Decoder(ToDecode)

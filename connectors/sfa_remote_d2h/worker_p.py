@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable, Collection
 
 import zmq
 
@@ -48,6 +49,7 @@ class PrefillWorker(IOThread):
         tp_size: int,
         tp_rank: int,
         limits: Limits,
+        progress: bool = False,
         channel: StatsChannel | None = None,
     ) -> None:
         super().__init__("kvoffload-prefill-io", channel)
@@ -64,10 +66,12 @@ class PrefillWorker(IOThread):
             layers=layout.layers,
             metadata=engine.local_metadata(),
             lease_s=limits.lease_s,
+            progress=progress,
         )
         self.producer: Producer[Endpoint] = Producer(hello, len(layout.layers))
         self._position = {layer.index: number for number, layer in enumerate(layout.layers)}
         self._step: list[str] = []
+        self._on_news: Callable[[], None] | None = None
         self._idle = Idle()
         self._sockets: dict[Endpoint, zmq.Socket[bytes]] = {}
         self._endpoints: dict[zmq.Socket[bytes], Endpoint] = {}
@@ -107,6 +111,25 @@ class PrefillWorker(IOThread):
             self._publish(len(self._layout.layers))
             self._step = []
 
+    def unread(self, layer: int, requests: Collection[str]) -> list[str]:
+        """Those of the requests of which decode may still read this layer (its number in the model)."""
+        position = self._position.get(layer)
+        if position is None:
+            return []
+        with self.lock:
+            return self.producer.unread(position, requests)
+
+    def give_up(self, requests: Collection[str], reason: str, retry: bool) -> None:
+        """What decode reads of these requests doesn't count any more. retry: they will be computed again."""
+        with self.lock:
+            for req_id in requests:
+                self.producer.drop(req_id, reason, retry)
+        self.wake()
+
+    def listen(self, on_news: Callable[[], None]) -> None:
+        """Calls a function, on any thread, whenever `unread` may have changed."""
+        self._on_news = on_news
+
     def take_free(self, idle: bool = False) -> set[str]:
         """Requests whose blocks may be freed.
 
@@ -141,6 +164,8 @@ class PrefillWorker(IOThread):
             send(self._socket(endpoint), [encode(message)])
         for endpoint in idle:
             self._close_socket(endpoint)
+        if self._on_news is not None:
+            self._on_news()
 
     def _metrics(self) -> dict[str, int]:
         with self.lock:

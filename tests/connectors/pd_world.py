@@ -58,7 +58,8 @@ class Wanted:
 class World:
     """Both engines, their ranks and what is between them."""
 
-    def __init__(self, prefill_tp: int, decode_tp: int) -> None:
+    def __init__(self, prefill_tp: int, decode_tp: int, shared: bool = False) -> None:
+        self.shared = shared  # all layers of prefill use the same memory, one after the other
         self.prefill_tp, self.decode_tp = prefill_tp, decode_tp
         self.ratio = prefill_tp // decode_tp
         self.now = 0.0
@@ -82,7 +83,16 @@ class World:
         self.producers = [
             Producer(
                 Hello(
-                    s, f"engine{self.starts}", self.prefill_tp, rank, "digest", POOL, (), b"", LIMITS.lease_s
+                    s,
+                    f"engine{self.starts}",
+                    self.prefill_tp,
+                    rank,
+                    "digest",
+                    POOL,
+                    (),
+                    b"",
+                    LIMITS.lease_s,
+                    self.shared,
                 ),
                 LAYERS,
             )
@@ -242,7 +252,24 @@ class World:
             producer.begin_chunk(job.req_id, start, job.blocks[start:end], end == job.num_blocks)
         job.open = True
 
+    def may_overwrite(self, job: Job) -> bool:
+        """Whether a job's next layer may use the memory of the one before it."""
+        others = [layer for layer in range(LAYERS) if layer != job.layer]
+        return not any(p.unread(layer, [job.req_id]) for p in self.producers for layer in others)
+
+    def overwrite(self, job: Job) -> None:
+        """The next layer's older rows are loaded, the other layers' are gone."""
+        for number, block in enumerate(job.blocks):
+            for rank in range(self.prefill_tp):
+                for layer in range(LAYERS):
+                    self.memory[rank, layer, block] = POISON
+                self.memory[rank, job.layer, block] = (job.prompt, number, job.layer)
+
     def compute_layer(self, job: Job, begin: int, end: int) -> None:
+        if self.shared:
+            if not self.may_overwrite(job):
+                return
+            self.overwrite(job)
         for rank in range(self.prefill_tp):
             for number in range(begin, end):
                 self.memory[rank, job.layer, job.blocks[number]] = (job.prompt, number, job.layer)

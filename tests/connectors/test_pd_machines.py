@@ -26,9 +26,9 @@ class Faults(RuleBasedStateMachine):
 
     world: World
 
-    @initialize(tps=st.sampled_from(TPS))
-    def begin(self, tps):
-        self.world = World(*tps)
+    @initialize(tps=st.sampled_from(TPS), shared=st.booleans())
+    def begin(self, tps, shared):
+        self.world = World(*tps, shared)
 
     @rule(num_blocks=st.integers(1, 9), first=st.integers(0, 3), again=st.booleans(), data=st.data())
     def request(self, num_blocks, first, again, data):
@@ -363,3 +363,78 @@ def test_prefill_that_returned_without_offering_is_not_waited_for():
     world.settle(LIMITS.retry_s + 1)
     assert world.failed == {req_id: "prefill did not offer it in time"}
     assert failures(world) == {ReceiveFailure.DEADLINE: 1}
+
+
+def test_a_shared_buffer_is_used_again_only_after_it_was_read():
+    world = World(2, 1, shared=True)
+    req_id = world.request(4, 0)
+    world.submit(world.wanted[req_id])
+    (job,) = world.jobs.values()
+    while world.network:  # the first exchange of names
+        world.deliver(0)
+    for _ in range(4):
+        world.step(job, 2)
+        while world.network:
+            world.deliver(0)
+    assert job.layer == 1, "the second layer waits for the reads of the first"
+    assert not world.may_overwrite(job)
+    while world.reads:
+        world.finish_read(0)
+    assert not world.may_overwrite(job), "decode has read it, but prefill doesn't know yet"
+    while world.network:
+        world.deliver(0)
+    assert world.may_overwrite(job)
+    world.settle(60, work=True)
+    assert world.completed == [req_id]
+
+
+def test_a_lost_progress_is_told_again():
+    world = World(1, 1, shared=True)
+    req_id = world.request(4, 0)
+    world.submit(world.wanted[req_id])
+    (job,) = world.jobs.values()
+    lost = 0
+    for _ in range(60):
+        before = len(world.network)
+        while world.reads:
+            world.finish_read(0)
+        lost += len(world.network) - before
+        del world.network[before:]  # what decode says right after a read never arrives
+        while world.network:
+            world.deliver(0)
+        world.step(job, 4)
+        world.advance(0.5)
+    world.settle(60, work=True)
+    assert lost > 0
+    assert world.completed == [req_id]
+
+
+def test_shared_buffers_of_a_decode_that_never_reads_are_free_after_the_lease():
+    world = World(1, 1, shared=True)
+    world.submit(world.wanted[world.request(4, 0)])
+    (job,) = world.jobs.values()
+    world.step(job, 4), world.step(job, 4)
+    assert not world.may_overwrite(job)
+    world.network.clear()
+    world.now += LIMITS.lease_s + 1
+    for producer in world.producers:
+        producer.tick(world.now)
+    assert world.may_overwrite(job)
+
+
+def _hasty_run() -> list[str]:
+    """Prefill computes both layers before decode reads anything."""
+    world = World(1, 1, shared=True)
+    world.submit(world.wanted[world.request(4, 0)])
+    (job,) = world.jobs.values()
+    for _ in range(4):
+        world.step(job, 4)
+    world.settle(60, work=True)
+    return world.completed
+
+
+def test_control_reads_that_are_not_awaited_are_found(monkeypatch):
+    assert _hasty_run()
+    monkeypatch.setattr(World, "may_overwrite", lambda *_args: True)
+    with pytest.raises(AssertionError):
+        _hasty_run()

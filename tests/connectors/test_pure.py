@@ -35,6 +35,7 @@ MESSAGES = {
         wire.HelloAck("d", "s"),
         wire.Refused("d", "s", "no"),
         wire.NeedHello("d", "s"),
+        wire.Progress("d", "s", ((3, 1, 2),)),
         wire.Beat("d", "s", ((7, 1, 2),)),
         wire.Finish("d", "s", 7),
         wire.Cancel("d", "s", 7, "aborted"),

@@ -72,7 +72,7 @@ class Readers:
         with self.lock:
             return [name for name in requests if self.outstanding.get((layer, name))]
 
-    def give_up(self, requests, reason: str) -> None:
+    def give_up(self, requests, reason: str, _retry: bool) -> None:
         with self.lock:
             for name in requests:
                 self.given_up.setdefault(name, reason)

@@ -21,7 +21,7 @@ class Guard:
     def unread(self, layer, requests):
         return [request for request in requests if (layer, request) in self.open]
 
-    def give_up(self, _requests, reason):
+    def give_up(self, _requests, reason, _retry):
         raise AssertionError(reason)
 
 

@@ -207,13 +207,16 @@ class LayerPipeline:
         if step.requests:
             self._issue(0)
 
-    def fail(self, request: int, reason: str) -> None:
-        """A request is lost: its rows aren't moved any more, its result is not to be used."""
+    def fail(self, request: int, reason: str, wrong: bool = True) -> None:
+        """A request is lost: its rows aren't moved any more.
+
+        wrong: what it computes is not to be used either; otherwise it only wasn't stored.
+        """
         if request not in self._state.failed:
             self._state.failed[request] = reason
             self.stats.failed_requests += 1
-            if self._guard is not None:
-                self._guard.give_up([self._step.requests[request]], reason)
+        if wrong and self._guard is not None:
+            self._guard.give_up([self._step.requests[request]], reason, True)
 
     def wait_layer(self, index: int) -> None:
         """Returns when a layer's memory holds its requests' prefixes, and may be written. Idempotent."""
@@ -272,7 +275,7 @@ class LayerPipeline:
                 if isinstance(error, WaitTimeoutError):
                     self._stuck.append(saved)
                 self._saves.recover()
-                self._fail_owners(self._step.saves, f"saving: {error}")
+                self._fail_owners(self._step.saves, f"saving: {error}", wrong=False)
         failed = {self._step.requests[number]: why for number, why in self._state.failed.items()}
         self._step = Step()
         return failed
@@ -327,9 +330,9 @@ class LayerPipeline:
             reason = f"its memory was not free after {limits.deadline_s:g} s: {blocker}"
             if blocker.request:
                 if self._guard is not None:
-                    self._guard.give_up([blocker.request], reason)
+                    self._guard.give_up([blocker.request], reason, False)
             else:
-                self._fail_owners(self._step.saves, reason)
+                self._fail_owners(self._step.saves, reason, wrong=False)
         self.gates.occupy(position)
 
     def _load(self, position: int, step: Step, state: _State) -> None:
@@ -363,7 +366,8 @@ class LayerPipeline:
             try:
                 moved += self._copy(rows.only(rows.owners == owner).spans(memory), direction)
             except StoreError as error:
-                self.fail(int(owner), f"{direction} of layer {memory.index}: {error}")
+                reason = f"{direction} of layer {memory.index}: {error}"
+                self.fail(int(owner), reason, wrong=direction == "load")
         return moved
 
     def _copy(self, spans: CopySpans, direction: Direction) -> int:
@@ -371,9 +375,9 @@ class LayerPipeline:
             self._store.copy(piece, direction)
         return spans.total_bytes
 
-    def _fail_owners(self, rows: Rows, reason: str) -> None:
+    def _fail_owners(self, rows: Rows, reason: str, wrong: bool = True) -> None:
         for owner in np.unique(rows.owners):
-            self.fail(int(owner), reason)
+            self.fail(int(owner), reason, wrong)
 
 
 def pieces(spans: CopySpans, max_runs: int, max_bytes: int) -> list[CopySpans]:

@@ -40,8 +40,8 @@ class ReadGuard(Protocol):
     def unread(self, layer: int, requests: Collection[str]) -> list[str]:
         """Those of the requests whose KV of this layer (its number in the model) may still be read."""
 
-    def give_up(self, requests: Collection[str], reason: str) -> None:
-        """Nothing that is read of these requests counts from now on; they may come again."""
+    def give_up(self, requests: Collection[str], reason: str, retry: bool) -> None:
+        """Nothing that is read of these requests counts from now on. retry: they will be computed again."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,71 @@
+"""``MultiConnector`` for prefill engines whose layers share memory: store and remote decode agree on reuse.
+
+vLLM's own calls its parts one after the other and leaves it at that. With shared buffers they depend on each
+other: a buffer may be used again when the store has saved it *and* every decode rank has read it, and what
+one of them loses must not be handed out by the other. Any other combination works as vLLM's does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from vllm_kvoffload.connectors.ascend_store.connector import AscendStoreConnector
+from vllm_kvoffload.connectors.sfa_remote_d2h.connector import SfaRemoteD2HConnector
+from vllm_kvoffload.log import get_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = get_logger(__name__)
+
+
+class KVOffloadMultiConnector(MultiConnector):
+    """Parts that know when buffers have been read come first, whatever the order in the configuration.
+
+    So a layer is published before the store can begin to load another one into its memory, and a transfer is
+    open before the store can find that its request is lost.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._connectors.sort(key=lambda part: not isinstance(part, SfaRemoteD2HConnector))
+        self._stores = [part for part in self._connectors if isinstance(part, AscendStoreConnector)]
+        self._remotes = [
+            part for part in self._connectors if isinstance(part, SfaRemoteD2HConnector) and part.produces
+        ]
+
+    @property
+    def loads_before_writes(self) -> bool:
+        """See `AscendStoreConnector`."""
+        return bool(self._stores)
+
+    def part(self, kind: type[KVConnectorBase_V1]) -> KVConnectorBase_V1:
+        """The part of a class. Raises StopIteration."""
+        return next(part for part in self._connectors if isinstance(part, kind))
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        joined = bool(self._remotes) and any(store.shares_buffers for store in self._stores)
+        for remote in self._remotes if joined else ():
+            remote.ask_for_progress()
+        super().register_kv_caches(kv_caches)
+        for store in self._stores if joined else ():
+            (remote,) = self._remotes
+            readers, worker = remote.readers, store.worker
+            assert readers is not None
+            assert worker is not None
+            store.use_read_guard(readers, remote.lease_s)
+            readers.listen(worker.pipeline.gates.notify)
+            logger.info("Layer buffers are used again when the store has them and decode has read them")
+
+    def wait_for_save(self) -> None:
+        # The store first: it moves layers that did not run, which are published after that.
+        for part in reversed(self._connectors):
+            part.wait_for_save()
