@@ -12,6 +12,7 @@ BENCHMARKS = {
     "low_load": "benchmarks.low_load",
     "plan": "benchmarks.plan",
     "policy": "benchmarks.policy",
+    "prefill": "benchmarks.prefill",
     "pull": "benchmarks.pull",
     "proxy": "benchmarks.proxy",
     "serve": "benchmarks.serve",

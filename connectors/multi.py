@@ -68,4 +68,4 @@ class KVOffloadMultiConnector(MultiConnector):
     def wait_for_save(self) -> None:
         # The store first: it moves layers that did not run, which are published after that.
         for part in reversed(self._connectors):
-            part.wait_for_save()
+            part.wait_for_save()  # type: ignore[no-untyped-call]

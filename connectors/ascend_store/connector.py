@@ -27,6 +27,7 @@ from vllm_kvoffload.layerwise.buffer_plan import BufferPlan
 from vllm_kvoffload.layerwise.pipeline import LayerMemory, LayerPipeline, Limits, Part
 from vllm_kvoffload.layerwise.slot_gate import ReadGuard
 from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.metrics import STORE, StatsChannel
 from vllm_kvoffload.runtime.cpu import CpuRuntime
 from vllm_kvoffload.store import Store, handshake, make_store
 
@@ -94,6 +95,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: StoreWorker | None = None
         self._store: Store | None = None
         self._runtime: CpuRuntime | None = None
+        self._channel: StatsChannel | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._store = self._make_store("scheduler")
             speculative = vllm_config.speculative_config
@@ -150,6 +152,15 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
             shares=self._plan.has_reuse,
             agree=_agree_over_ranks,
         )
+        tokens = self._num_blocks * self._block_size
+        dp_rank = self._vllm_config.parallel_config.data_parallel_index
+        self._channel = StatsChannel(STORE, self._vllm_config.instance_id, dp_rank, group.rank_in_group)
+        self._channel.publish(
+            {
+                "layer_buffer_bytes": tokens * self._plan.physical_bytes,
+                "layer_buffer_bytes_unshared": tokens * self._plan.logical_bytes,
+            }
+        )
         logger.info(
             "Store %s: %d blocks of %d bytes on the device, %d bytes in the store",
             options.backend,
@@ -194,6 +205,8 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         if self._worker is not None:
             self._worker.end_step()
+            assert self._channel is not None
+            self._channel.publish(self._worker.metrics())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is not None:
@@ -211,6 +224,8 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if store is not None:
             store.close()
         self._worker = None
+        if self._channel is not None:
+            self._channel.close()
 
     # ------------------------------------------------------------------------------------- scheduler side
 

@@ -75,6 +75,7 @@ class StoreWorker:
     ) -> None:
         self.pipeline = pipeline
         self.hit_tokens = 0
+        self.prompt_tokens = 0
         self._store, self._keys = store, keys
         self._block_size, self._object_bytes = block_size, object_bytes
         self._publishes, self._shares, self._agree = publishes, shares, agree
@@ -90,6 +91,7 @@ class StoreWorker:
         for req_id in metadata.dropped:
             self._forget(req_id)
         self._step = [Current(step, self._update(step)) for step in metadata.steps]
+        self.prompt_tokens += sum(step.end - step.computed for step in metadata.steps)
         self._pin()
         for number, current in enumerate(self._step):
             self._plan_loads(current, number)
@@ -114,6 +116,7 @@ class StoreWorker:
             self._forget(step.req_id)
             self._requests[step.req_id] = Held(resident=step.local, stored=step.stored)
             self.hit_tokens += step.computed - step.local
+            self.prompt_tokens += step.computed - step.local
         held = self._requests[step.req_id]
         held.blocks += step.blocks
         held.hashes += step.hashes
@@ -310,6 +313,20 @@ class StoreWorker:
         """Requests that are over."""
         for req_id in req_ids:
             self._forget(req_id)
+
+    def metrics(self) -> dict[str, int]:
+        """By key of `metrics.STORE`, all but the buffers' sizes."""
+        moved = self.pipeline.stats
+        return {
+            "store_loaded_bytes": moved.loaded_bytes,
+            "store_saved_bytes": moved.saved_bytes,
+            "store_needed_bytes": moved.needed_load_bytes + moved.needed_save_bytes,
+            "store_prompt_tokens": self.prompt_tokens,
+            "store_hit_tokens": self.hit_tokens,
+            "store_lost_requests": moved.failed_requests,
+            "store_wait_us": int(moved.wait_s * 1e6),
+            "store_pinned_objects": self.num_pins,
+        }
 
     @property
     def num_pins(self) -> int:

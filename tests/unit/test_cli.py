@@ -190,3 +190,20 @@ def test_command_needs_no_torch_or_vllm(config_file):
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["geometry"]["full_layers"] == 21
+
+
+def test_layer_buffers_of_prefill(config_file):
+    model = config_file(glm_5_3())
+    assert report("--model", model)["layer_buffers"] is None
+    buffers = report("--model", model, "--shared-buffers", 3, "--device-gb", 40)["layer_buffers"]
+    assert buffers["slots"][:2] == [[0], list(range(1, 78, 3))]
+    assert (buffers["caches"], buffers["buffers"]) == (99, 8)
+    assert buffers["device_bytes_per_token"] == 4 * 1152 + 4 * 256
+    assert buffers["factor"] == pytest.approx((78 * 1152 + 21 * 256) / 5632)
+    assert buffers["tokens"] == 40 * GIB // (5632 * 128) * 128
+    shown = size("--model", model, "--shared-buffers", 2, "--independent-layers", "0,-1").stdout
+    assert "0, 77" in shown
+    assert "shared buffer 1" in shown
+    refused = size("--model", model, "--shared-buffers", 2, "--independent-layers", "78")
+    assert refused.exit_code == 2
+    assert "there is no layer 78" in refused.output

@@ -66,6 +66,12 @@ def size(
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Say which budgets this many tokens need.")
     ] = None,
+    shared_buffers: Annotated[
+        int | None, typer.Option(help="layerwise_num_shared_buffers of a prefill engine.")
+    ] = None,
+    independent_layers: Annotated[
+        str | None, typer.Option(help='layerwise_independent_layers, such as 0,-1 or "all". Default: 0.')
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print a model's KV geometry and what fits with and without offload."""
@@ -87,6 +93,8 @@ def size(
         prefill_buffers=prefill_buffers if aggregated else 0,
         keep_device=keep_device_kv_cache,
         tokens=tokens,
+        shared_buffers=shared_buffers,
+        independent_layers=independent_layers,
     )
     try:
         report = sizing.size_report(request)

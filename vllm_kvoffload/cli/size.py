@@ -17,6 +17,7 @@ from rich.table import Table
 
 from vllm_kvoffload.config import GIB, ConfigError, EngineFacts, parse_sparse_offload, validate_sparse_offload
 from vllm_kvoffload.geometry import KVGeometry
+from vllm_kvoffload.layerwise.buffer_plan import geometry_layers, parse_buffer_options, plan_buffers
 from vllm_kvoffload.sparse.capacity import (
     Budget,
     CapacityInputs,
@@ -47,6 +48,8 @@ class SizeRequest:
     prefill_buffers: int = 0
     keep_device: bool = False
     tokens: int | None = None
+    shared_buffers: int | None = None
+    independent_layers: str | None = None
 
 
 def size_report(request: SizeRequest) -> dict[str, Any]:
@@ -83,6 +86,7 @@ def size_report(request: SizeRequest) -> dict[str, Any]:
         },
         "needed": [_budget_report(inputs, tokens) for tokens in (length, request.tokens) if tokens],
         "capacity": None,
+        "layer_buffers": _buffers_report(request, geometry),
     }
     if request.device_gb is not None:
         budget = replace(inputs, device_bytes=int(request.device_gb * GIB))
@@ -150,6 +154,30 @@ def _capacity_inputs(request: SizeRequest, geometry: KVGeometry, length: int) ->
         delivery=config.delivery,
         published_plan=config.plans_as_published,
     )
+
+
+def _buffers_report(request: SizeRequest, geometry: KVGeometry) -> dict[str, Any] | None:
+    """What prefill's layers share, None unless it was asked for."""
+    if request.shared_buffers is None and request.independent_layers is None:
+        return None
+    independent: Any = request.independent_layers
+    if independent is not None and independent.lower() != "all":
+        try:
+            independent = json.loads(f"[{independent.strip('[]')}]")
+        except ValueError:
+            independent = request.independent_layers
+    options = parse_buffer_options(request.shared_buffers, independent)
+    plan = plan_buffers(geometry_layers(geometry), options)
+    block, device = request.block_size, request.device_gb
+    return {
+        "slots": [[plan.layers[p].index for p in owners] for owners in plan.slots],
+        "caches": plan.num_caches,
+        "buffers": plan.num_buffers,
+        "device_bytes_per_token": plan.physical_bytes,
+        "bytes_per_token": plan.logical_bytes,
+        "factor": plan.factor,
+        "tokens": None if device is None else int(device * GIB) // (plan.physical_bytes * block) * block,
+    }
 
 
 def _geometry_report(geometry: KVGeometry) -> dict[str, Any]:
@@ -234,6 +262,8 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
         )
     if report["capacity"] is not None:
         console.print(_capacity_table(report["capacity"]))
+    if report["layer_buffers"] is not None:
+        console.print(_buffers_table(report["layer_buffers"]))
 
 
 def _bytes_table(geometry: Mapping[str, Any], request: Mapping[str, int]) -> Table:
@@ -268,6 +298,22 @@ def _capacity_table(capacity: Mapping[str, Any]) -> Table:
             "host pool": _size(capacity["host_bytes"]),
         },
     )
+
+
+def _buffers_table(buffers: Mapping[str, Any]) -> Table:
+    shared = [owners for owners in buffers["slots"] if len(owners) > 1]
+    rows = {
+        "layers with memory of their own": ", ".join(str(o[0]) for o in buffers["slots"] if len(o) == 1)
+        or "none",
+        **{f"shared buffer {n}": ", ".join(map(str, owners)) for n, owners in enumerate(shared)},
+        "caches in buffers": f"{buffers['caches']} in {buffers['buffers']}",
+        "bytes of a token": f"{buffers['bytes_per_token']:,}",
+        "of these on the device": f"{buffers['device_bytes_per_token']:,}",
+        "factor": f"{buffers['factor']:.2f}",
+    }
+    if buffers["tokens"] is not None:
+        rows["tokens"] = f"{buffers['tokens']:,}"
+    return _rows("Layer buffers of prefill", rows)
 
 
 def _rows(title: str, rows: Mapping[str, str]) -> Table:

@@ -17,7 +17,7 @@ Rust front end are not seen, nor those that elastic EP adds to a server already 
 """
 
 from vllm_kvoffload.metrics.channel import StatsChannel
-from vllm_kvoffload.metrics.fields import DECODE, OFFLOAD, PREFILL
+from vllm_kvoffload.metrics.fields import DECODE, OFFLOAD, PREFILL, STORE
 from vllm_kvoffload.metrics.reader import WorkerStats, find_stats
 
-__all__ = ["DECODE", "OFFLOAD", "PREFILL", "StatsChannel", "WorkerStats", "find_stats"]
+__all__ = ["DECODE", "OFFLOAD", "PREFILL", "STORE", "StatsChannel", "WorkerStats", "find_stats"]

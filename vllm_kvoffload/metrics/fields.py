@@ -103,4 +103,24 @@ DECODE = FieldSet(
     ),
 )
 
-FIELD_SETS = {fields.name: fields for fields in (OFFLOAD, PREFILL, DECODE)}
+STORE = FieldSet(
+    "store",
+    (
+        Field("store_loaded_bytes", "counter", "Bytes of prefixes that layers loaded from the store."),
+        Field("store_saved_bytes", "counter", "Bytes of new rows that layers saved to the store."),
+        Field(
+            "store_needed_bytes",
+            "counter",
+            "The least bytes to be moved: new rows once, prefixes that a layer lacks once a step.",
+        ),
+        Field("store_prompt_tokens", "counter", "Tokens computed, and tokens found in the store instead."),
+        Field("store_hit_tokens", "counter", "Tokens found in the store instead of computed."),
+        Field("store_lost_requests", "counter", "Requests whose KV could not be loaded, or not be saved."),
+        Field("store_wait_us", "counter", "Microseconds that layers waited for their memory."),
+        Field("store_pinned_objects", "gauge", "Objects of the store that running requests keep."),
+        Field("layer_buffer_bytes", "gauge", "Device memory of the layers' buffers."),
+        Field("layer_buffer_bytes_unshared", "gauge", "What the same blocks would need if none was shared."),
+    ),
+)
+
+FIELD_SETS = {fields.name: fields for fields in (OFFLOAD, PREFILL, DECODE, STORE)}

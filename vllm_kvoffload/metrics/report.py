@@ -10,6 +10,7 @@ from vllm_kvoffload.metrics.fields import (
     OFFLOAD,
     PREFILL,
     RECEIVE_PHASES,
+    STORE,
     ReceiveFailure,
     TransferEnd,
 )
@@ -81,4 +82,16 @@ def _decode(delta: Mapping[str, int], gauges: Mapping[str, int], elapsed_s: floa
     return f"KV transfers from prefill: {', '.join(parts)}; {waiting} to come, {rate}"
 
 
-_LINES = {OFFLOAD.name: _offload, PREFILL.name: _prefill, DECODE.name: _decode}
+def _store(delta: Mapping[str, int], gauges: Mapping[str, int], elapsed_s: float) -> str:
+    tokens, needed = delta["store_prompt_tokens"], delta["store_needed_bytes"]
+    moved = delta["store_loaded_bytes"] + delta["store_saved_bytes"]
+    rates = ", ".join(
+        f"{verb} {delta[f'store_{verb}_bytes'] / elapsed_s / 1e6:.1f} MB/s" for verb in ("loaded", "saved")
+    )
+    per_token = f"{moved / tokens:.0f} bytes a token, " if tokens else ""
+    ratio = f"{moved / needed:.2f} times the least possible" if needed else "nothing needed"
+    counts = f"{delta['store_hit_tokens']} tokens found, {delta['store_lost_requests']} requests lost"
+    return f"KV store: {rates}, {per_token}{ratio}; {counts}, {gauges['store_pinned_objects']} objects kept"
+
+
+_LINES = {OFFLOAD.name: _offload, PREFILL.name: _prefill, DECODE.name: _decode, STORE.name: _store}
