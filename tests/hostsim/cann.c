@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 enum { kOk = 0, kFailed = 507899, kPageBytes = 4096 };
 
@@ -39,6 +40,11 @@ int32_t rtGetLogicDevIdByUserDevId(int32_t user, int32_t *logical) {
 int32_t rtGetDeviceInfo(uint32_t device, int32_t module, int32_t info, int64_t *value) {
   (void)device, (void)module, (void)info;
   *value = 0;
+  return kOk;
+}
+
+int32_t rtDeviceGetBareTgid(uint32_t *process) {
+  *process = (uint32_t)getpid();
   return kOk;
 }
 

@@ -38,7 +38,7 @@ class WriteRefusal(Enum):
     EXISTS = "exists"
     """It is readable already, or somebody is writing it: nothing to do."""
     FULL = "full"
-    """No room, even after evicting all that may go. Nothing was evicted for the refused call."""
+    """No room, even after evicting all that may go."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,10 @@ class Store(Protocol):
     def open_write(self, keys: Sequence[str], nbytes: int) -> list[WriteObject | WriteRefusal]:
         """Reserves room for objects of `nbytes` each.
 
-        All or nothing: either every key that does not exist gets room, or each of them is FULL. A reservation
-        that is not finished within the backend's write lease lapses, also when the process dies.
-        Raises StoreError: nothing is reserved then.
+        `local`: all or nothing; either every key that does not exist gets room, or each of them is FULL.
+        `memcache`: as many as there is room for, the others are FULL (it can't give room back before the end
+        of a lease). A reservation that is not finished within the backend's write lease lapses, also when the
+        process dies. Raises StoreError: nothing is reserved then, or it lapses.
         """
 
     def finish_write(self, objects: Sequence[WriteObject], ok: Sequence[bool]) -> list[bool]:

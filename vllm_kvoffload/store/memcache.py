@@ -44,24 +44,28 @@ T = TypeVar("T")
 
 CALL_S = 5.0
 INIT_S = 120.0
-WRITE_LEASE_S = 60.0
+WRITE_LEASE_S = 30.0
 LEASE_MARGIN_S = 5.0
 """MemCache's leases last this much longer than ours, so that ours end first."""
 FULL_WAIT_S = 0.5
 """How long an allocation is tried again: eviction goes on in the background."""
 FULL_POLL_S = 0.02
 
+DRAM = 1
+"""The library's number of the kind of memory to allocate."""
 OK, EXISTS, DISCARD = 0, 1, -1
-META_DOWN = -3014
+META_DOWN, BEING_WRITTEN = -3014, -3101
 CODES = {
     -1: "failed",
     -2: "memory of another kind than the direction says",
     -3000: "invalid key or argument",
+    -3004: "no answer in time",
     -3007: "no such key",
     META_DOWN: "the MetaService can't be reached",
     -3019: "closed",
-    -3101: "not ready to be read",
+    BEING_WRITTEN: "being written",
     -3102: "no such key",
+    -3106: "no such lease",
 }
 _DIRECTIONS = {
     ("save", "npu"): "L2G",
@@ -87,6 +91,7 @@ class MemcacheStore:
         copies: whether this process contributes memory and copies; the scheduler's doesn't.
         device_id: accelerator of this process. environ: where MMC_LOCAL_CONFIG_PATH stands.
         library: stands for `memcache_hybrid` in tests. timeout_s: of a control call.
+        write_lease_s: after which an unfinished write lapses.
 
     Raises:
         ConfigError: MMC_LOCAL_CONFIG_PATH or its file can't work.
@@ -103,11 +108,13 @@ class MemcacheStore:
         environ: Mapping[str, str] = os.environ,
         library: Any = None,
         timeout_s: float = CALL_S,
+        write_lease_s: float = WRITE_LEASE_S,
     ) -> None:
         self._conf = _local_conf(environ)
         self._library = library or _load()
         self._copies = copies
         self._timeout_s = timeout_s
+        self._write_lease_s = write_lease_s
         self._log = QuietLog(__name__)
         self._lock = threading.Lock()
         self._reads, self._writes = OpenObjects(), OpenObjects()
@@ -169,10 +176,7 @@ class MemcacheStore:
     def open_read(self, keys: Sequence[str], lease_s: float) -> list[ReadObject | None]:
         # The lease comes first: an object found before it might be another one by then.
         losses, deadline = self._losses_now(), time.monotonic() + lease_s
-        leased = [
-            code == OK
-            for code in self._per_key("batch_add_lease", keys, int((lease_s + LEASE_MARGIN_S) * 1000))
-        ]
+        leased = [code == OK for code in self._per_key("batch_add_lease", keys, _lease_ms(lease_s))]
         wanted = [key for key, good in zip(keys, leased, strict=True) if good]
         found = iter(self._per_key("batch_get_key_info", wanted))
         opened: list[ReadObject | None] = []
@@ -189,19 +193,13 @@ class MemcacheStore:
     def close_read(self, objects: Sequence[ReadObject]) -> None:
         with self._lock:
             known = set(self._reads.remove(object_.handle for object_ in objects))
-        keys = [object_.key for object_ in objects if object_.handle in known]
-        try:
-            self._per_key("batch_remove_lease", keys)
-        except StoreError as error:
-            self._log.warning("close", f"objects stay leased to the end of their leases: {error}")
+        self._remove_leases([object_.key for object_ in objects if object_.handle in known])
 
     def open_write(self, keys: Sequence[str], nbytes: int) -> list[WriteObject | WriteRefusal]:
         if nbytes < 1:
             raise StoreError(f"an object of {nbytes} bytes: expected at least 1")
-        losses, deadline = self._losses_now(), time.monotonic() + WRITE_LEASE_S
-        distinct = list(dict.fromkeys(keys))
-        states = self._per_key("batch_is_exist", distinct)
-        new = [key for key, state in zip(distinct, states, strict=True) if state != EXISTS]
+        losses, deadline = self._losses_now(), time.monotonic() + self._write_lease_s
+        new = self._unwritten(list(dict.fromkeys(keys)))
         addresses, taken = self._reserve(new, nbytes)
         made: dict[str, WriteObject | WriteRefusal] = {
             key: WriteRefusal.FULL for key in new if key not in addresses and key not in taken
@@ -225,14 +223,12 @@ class MemcacheStore:
             for object_, good in zip(objects, ok, strict=True)
             if object_.handle in known
         ]
-        codes = self._per_key(
-            "batch_write_finish",
-            [object_.key for object_, _ in sent],
-            [OK if good else DISCARD for _, good in sent],
-        )
-        published = {
-            object_.handle for (object_, good), code in zip(sent, codes, strict=True) if good and code == OK
-        }
+        names = [object_.key for object_, _ in sent]
+        codes = self._per_key("batch_write_finish", names, [OK if good else DISCARD for _, good in sent])
+        done = [good and code == OK for (_, good), code in zip(sent, codes, strict=True)]
+        # Else the library remembers the address until its lease ends, and refuses it for another object.
+        self._remove_leases([name for name, good in zip(names, done, strict=True) if good])
+        published = {object_.handle for (object_, _), good in zip(sent, done, strict=True) if good}
         return [object_.handle in published for object_ in objects]
 
     def copy(self, spans: CopySpans, direction: Direction) -> None:
@@ -276,32 +272,45 @@ class MemcacheStore:
 
     # ------------------------------------------------------------------------------------------- internals
 
+    def _unwritten(self, keys: Sequence[str]) -> list[str]:
+        """The keys that nobody has written, nor is writing.
+
+        `batch_alloc` gives a second writer the first one's address, on the first one's lease: it must not come
+        to that. Should both ask in the same moment, our deadline, set before the question, still ends before
+        MemCache's lease of the first.
+        """
+        states = self._per_key("batch_is_exist", keys)
+        absent = [key for key, state in zip(keys, states, strict=True) if state != EXISTS]
+        codes = self._per_key("batch_add_lease", absent, _lease_ms(0))
+        self._remove_leases([key for key, code in zip(absent, codes, strict=True) if code == OK])
+        return [key for key, code in zip(absent, codes, strict=True) if code not in (OK, BEING_WRITTEN)]
+
     def _reserve(self, keys: Sequence[str], nbytes: int) -> tuple[dict[str, int], set[str]]:
-        """Addresses for all keys that nobody else took, or for none; and those that somebody took."""
+        """Addresses of the keys that there is room for, and the keys that somebody published meanwhile."""
         addresses: dict[str, int] = {}
         taken: set[str] = set()
         end = time.monotonic() + FULL_WAIT_S
         missing = list(keys)
         while missing:
-            found = self._per_key("batch_alloc", missing, [nbytes] * len(missing))
+            sizes = [nbytes] * len(missing)
+            found = self._per_key("batch_alloc", missing, sizes, DRAM, _lease_ms(self._write_lease_s))
             addresses |= {key: int(at) for key, at in zip(missing, found, strict=True) if at and at > 0}
             missing = [key for key in missing if key not in addresses]
-            if not missing:
+            if not missing or time.monotonic() > end:
                 break
             states = self._per_key("batch_is_exist", missing)
             taken |= {key for key, state in zip(missing, states, strict=True) if state == EXISTS}
             missing = [key for key in missing if key not in taken]
-            if missing and time.monotonic() > end:
-                self._discard(list(addresses))
-                return {}, taken
             time.sleep(FULL_POLL_S)
         return addresses, taken
 
-    def _discard(self, keys: Sequence[str]) -> None:
+    def _remove_leases(self, keys: Sequence[str]) -> None:
+        if not keys:
+            return
         try:
-            self._per_key("batch_write_finish", keys, [DISCARD] * len(keys))
+            self._control("batch_remove_lease", list(keys))  # its code says that there was none, at worst
         except StoreError as error:
-            self._log.warning("discard", f"reservations stay until MemCache gives them up: {error}")
+            self._log.warning("close", f"objects stay leased to the end of their leases: {error}")
 
     def _copy(self, spans: CopySpans, chosen: Any, direction: Direction, device: str) -> None:
         code = self._client.batch_copy(
@@ -376,6 +385,10 @@ class MemcacheStore:
     def _next_handle(self) -> int:
         self._last_handle += 1
         return self._last_handle
+
+
+def _lease_ms(lease_s: float) -> int:
+    return int((lease_s + LEASE_MARGIN_S) * 1000)
 
 
 def _place(info: Any) -> tuple[int, int] | None:
