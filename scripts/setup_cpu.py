@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 CONSTRAINTS = SCRIPTS / "constraints-cpu.txt"
 LOG = ROOT / "build" / "setup.log"
-EXTRAS = "cpu,test,dev"
+EXTRAS = "cpu,store,test,dev"
 TORCH_REQUIREMENT = f"torch=={TORCH_VERSION}+cpu"
 # Installed into the environment, so that rebuilding the operators needs no network and no system CMake.
 BUILD_TOOLS = ("scikit-build-core", "nanobind", "cmake", "ninja")

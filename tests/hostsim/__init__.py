@@ -25,7 +25,7 @@ LIBRARIES = ("libascend_hal", "libra", "libtsdclient", "libhccl")
 ASCENDCL = "libascendcl"
 PACKAGES = ("memfabric_hybrid", "memcache_hybrid")
 
-_SOURCES = ("cann.c", "gate.cpp", "__init__.py")
+_SOURCES = ("cann.c", "gate.cpp", "lock.c", "__init__.py")
 # How the functions of CANN's libraries are named. They are looked up by name, all at the start, so MemFabric
 # has their names among its texts, and doesn't start if one is missing.
 _NAME = re.compile(rb"\0((?:acl|rt|hal|ra_|drv|devmm_|svm_|g_devmm_|Hccl|Hcomm|Tsd)[A-Za-z0-9_]+)(?=\0)")
@@ -68,6 +68,12 @@ def _build_in(folder: Path) -> None:
         _run("cc", "-shared", *names, str(folder / "cann.o"), str(folder / "absent.o"))
     gate = ["-std=c++17", "-shared", "-o", str(libraries / "libgate.so"), str(HERE / "gate.cpp")]
     _run("c++", *flags, *gate)
+    _run("cc", *flags, "-shared", "-o", str(libraries / "liblock.so"), str(HERE / "lock.c"), "-ldl")
+
+
+def lock_redirection() -> Path:
+    """What to preload into a MetaService, so that its lock file is in $TMPDIR."""
+    return build() / "lib64" / "liblock.so"
 
 
 def _memfabric() -> Path:

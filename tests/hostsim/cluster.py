@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
+from types import TracebackType
+from typing import TextIO
 
+from hostsim import lock_redirection
 from vllm_kvoffload.store.memcache_conf import (
     LOCAL_FILE,
     LOCAL_VARIABLE,
@@ -22,7 +27,24 @@ from vllm_kvoffload.store.memcache_conf import (
 )
 
 READY_S = 60.0
+LOCK = Path(tempfile.gettempdir()) / f"kvoffload-hostsim-{os.getuid()}.lock"
+LOCK_S = 400.0
 GONE_S = 10.0
+
+
+def _machine_wide_lock() -> TextIO:
+    """A locked file, once no other process has it."""
+    lock = open(LOCK, "w", encoding="utf-8")  # noqa: SIM115  # held as long as it is open
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                lock.close()
+                raise TimeoutError(f"{LOCK} was not to be had within {LOCK_S:g} s") from None
+            time.sleep(0.2)
 
 
 def free_ports(count: int) -> list[int]:
@@ -35,10 +57,13 @@ def free_ports(count: int) -> list[int]:
 
 
 class MetaCluster:
-    """One MetaService and the files of its cluster, in a folder. Not started at first."""
+    """One MetaService and the files of its cluster, in a folder. Runs within a `with` block.
+
+    Clients go by fixed names in /dev/shm, so that one cluster at a time can be on a machine: others wait.
+    """
 
     def __init__(self, folder: Path, *, protocol: str = "host_shm", dram_size: str = "8MB") -> None:
-        self.folder = folder
+        self.folder = self.folder_of_lock = folder
         meta, store, metrics = (Endpoint("127.0.0.1", port) for port in free_ports(3))
         self.meta = meta
         cluster = Cluster(meta=meta, config_store=store, metrics=metrics, world_size=16, protocol=protocol,
@@ -46,6 +71,18 @@ class MetaCluster:
         for name, text in render(cluster).items():
             (folder / name).write_text(text, encoding="utf-8")
         self._process: subprocess.Popen[str] | None = None
+        self._lock: TextIO | None = None
+
+    def __enter__(self) -> MetaCluster:
+        self._lock = _machine_wide_lock()
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:  # fmt: skip
+        self.kill()
+        if self._lock is not None:
+            self._lock.close()
 
     @property
     def environ(self) -> dict[str, str]:
@@ -53,15 +90,16 @@ class MetaCluster:
         return {
             META_VARIABLE: str(self.folder / META_FILE),
             LOCAL_VARIABLE: str(self.folder / LOCAL_FILE),
-            "TMPDIR": str(self.folder),
+            "TMPDIR": str(self.folder_of_lock),
             "PYTHONHASHSEED": "0",
         }
 
     def start(self) -> None:
         """Returns once it is ready."""
+        environ = os.environ | self.environ | {"LD_PRELOAD": str(lock_redirection())}
         command = [sys.executable, "-m", "vllm_kvoffload.cli.main", "meta"]
         self._process = subprocess.Popen(
-            command, env=os.environ | self.environ, cwd=self.folder, stdout=subprocess.PIPE,
+            command, env=environ, cwd=self.folder, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         watchdog = threading.Timer(READY_S, self.kill)
@@ -76,6 +114,10 @@ class MetaCluster:
                 return
         watchdog.cancel()
         raise RuntimeError(f"kvoffload meta ended with {self._process.wait()}: {''.join(said)}")
+
+    def share_lock_with(self, other: MetaCluster) -> None:
+        """As two services do that nothing is preloaded into."""
+        self.folder_of_lock = other.folder_of_lock
 
     def signal(self, number: signal.Signals) -> None:
         """To its process."""

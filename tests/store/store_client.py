@@ -24,11 +24,16 @@ def content(key: str, nbytes: int = OBJECT_BYTES, version: int = 0) -> npt.NDArr
 class Caller:
     """One client with registered memory of its own: uint8 [SLOTS, nbytes]."""
 
-    def __init__(self, store: Store, nbytes: int = OBJECT_BYTES) -> None:
+    def __init__(
+        self, store: Store, nbytes: int = OBJECT_BYTES, memory: npt.NDArray[np.uint8] | None = None
+    ) -> None:
+        """memory: of a device, uint8 [SLOTS * nbytes]; None for some of the host's."""
         self.store, self.nbytes = store, nbytes
-        self.buffer = np.zeros((SLOTS, nbytes), dtype=np.uint8)
+        made = np.zeros(SLOTS * nbytes, dtype=np.uint8) if memory is None else memory
+        self.buffer = made.reshape(SLOTS, nbytes)
         self.address = int(self.buffer.ctypes.data)
-        store.register([Region(self.address, self.buffer.nbytes)])
+        device = "host" if memory is None else "npu"
+        store.register([Region(self.address, self.buffer.nbytes, device)])
 
     def spans(self, addresses: Sequence[int], pieces: int = 4) -> CopySpans:
         """Each object in `pieces`, as layers are."""

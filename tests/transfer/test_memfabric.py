@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 
 import numpy as np
@@ -116,7 +117,8 @@ def test_unregistered_memory_is_refused(pair):
         decode.read(peer, Spans.of([(1, 1, 1)]))
 
 
-def test_a_missing_package_says_how_to_get_it():
+def test_a_missing_package_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "memfabric_hybrid", None)
     with pytest.raises(TransferUnavailableError, match=r"memfabric_hybrid.*release/1\.2"):
         MemfabricEngine(role="decode", host="10.0.0.1", device_id=0)
 

@@ -10,6 +10,7 @@ go on before the library has let go of the memory.
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,12 +50,13 @@ LEASE_MARGIN_S = 5.0
 """MemCache's leases last this much longer than ours, so that ours end first."""
 FULL_WAIT_S = 0.5
 """How long an allocation is tried again: eviction goes on in the background."""
-FULL_POLL_S = 0.02
+FULL_POLL_S = 0.1
 
 DRAM = 1
 """The library's number of the kind of memory to allocate."""
 OK, EXISTS, DISCARD = 0, 1, -1
 META_DOWN, BEING_WRITTEN = -3014, -3101
+NO_SUCH_KEY = (-3007, -3102)
 CODES = {
     -1: "failed",
     -2: "memory of another kind than the direction says",
@@ -120,6 +122,7 @@ class MemcacheStore:
         self._reads, self._writes = OpenObjects(), OpenObjects()
         self._regions: list[Region] = []
         self._table = RegionTable([])
+        self._stale: dict[str, float] = {}  # when a key that is being written counts as given up
         self._last_handle = 0
         self._losses = 0
         self._calls = PatientCalls("kvoffload-memcache")
@@ -213,23 +216,30 @@ class MemcacheStore:
         return [made.pop(key, WriteRefusal.EXISTS) for key in keys]
 
     def finish_write(self, objects: Sequence[WriteObject], ok: Sequence[bool]) -> list[bool]:
-        now = time.monotonic()
         with self._lock:
             self._begin(self._losses_now())
-            current = set(self._writes.live(now))
-            known = set(self._writes.remove(object_.handle for object_ in objects))
-        sent = [
-            (object_, good and object_.handle in current)
-            for object_, good in zip(objects, ok, strict=True)
-            if object_.handle in known
-        ]
+            live = set(self._writes.live(time.monotonic()))
+            known = live & set(self._writes.remove(object_.handle for object_ in objects))
+        # MemCache doesn't ask who finishes a key: one that lapsed may be somebody else's by now.
+        sent = [(object_, good) for object_, good in zip(objects, ok, strict=True) if object_.handle in known]
         names = [object_.key for object_, _ in sent]
         codes = self._per_key("batch_write_finish", names, [OK if good else DISCARD for _, good in sent])
-        done = [good and code == OK for (_, good), code in zip(sent, codes, strict=True)]
-        # Else the library remembers the address until its lease ends, and refuses it for another object.
-        self._remove_leases([name for name, good in zip(names, done, strict=True) if good])
-        published = {object_.handle for (object_, _), good in zip(sent, done, strict=True) if good}
+        done = [object_ for (object_, good), code in zip(sent, codes, strict=True) if good and code == OK]
+        published = {object_.handle for object_ in self._withdraw_strangers(done)}
         return [object_.handle in published for object_ in objects]
+
+    def _withdraw_strangers(self, objects: Sequence[WriteObject]) -> list[WriteObject]:
+        """The ones of these that really were published; another writer's, yet to be filled, is removed."""
+        infos = self._per_key("batch_get_key_info", [object_.key for object_ in objects])
+        places = [_place(info) for info in infos]
+        ours, strangers = [], []
+        for object_, place in zip(objects, places, strict=True):
+            if place is not None and place[0] == object_.address:
+                ours.append(object_)
+            elif place is not None:
+                strangers.append(object_.key)
+        self._per_key("remove_batch", strangers)
+        return ours
 
     def copy(self, spans: CopySpans, direction: Direction) -> None:
         if not self._copies:
@@ -275,15 +285,39 @@ class MemcacheStore:
     def _unwritten(self, keys: Sequence[str]) -> list[str]:
         """The keys that nobody has written, nor is writing.
 
-        `batch_alloc` gives a second writer the first one's address, on the first one's lease: it must not come
-        to that. Should both ask in the same moment, our deadline, set before the question, still ends before
-        MemCache's lease of the first.
+        `batch_alloc` gives a second writer the first one's address, on the first one's lease: it must not
+        come to that. Should both ask in the same moment, our deadline, set before the question, still ends
+        before MemCache's lease of the first.
         """
         states = self._per_key("batch_is_exist", keys)
         absent = [key for key, state in zip(keys, states, strict=True) if state != EXISTS]
         codes = self._per_key("batch_add_lease", absent, _lease_ms(0))
         self._remove_leases([key for key, code in zip(absent, codes, strict=True) if code == OK])
-        return [key for key, code in zip(absent, codes, strict=True) if code not in (OK, BEING_WRITTEN)]
+        for key, code in zip(absent, codes, strict=True):
+            if code not in (OK, BEING_WRITTEN, *NO_SUCH_KEY):
+                raise StoreError(f"memcache: batch_add_lease of {key!r:.80} returned {explain(code)}")
+        self._give_up_stale([key for key, code in zip(absent, codes, strict=True) if code == BEING_WRITTEN])
+        return [key for key, code in zip(absent, codes, strict=True) if code in NO_SUCH_KEY]
+
+    def _give_up_stale(self, keys: Sequence[str]) -> None:
+        """Removes reservations whose writers must be dead, for later calls to find the keys free.
+
+        MemCache keeps those in other processes' memory for ever. A writer that lives doesn't touch a
+        reservation after its lease; one is stale after twice that, at a moment that differs between clients,
+        so that none removes what another has just reserved anew.
+        """
+        now = time.monotonic()
+        lease_s = self._write_lease_s + 2 * LEASE_MARGIN_S
+        with self._lock:
+            self._stale = {
+                key: self._stale.get(key) or now + lease_s * random.uniform(1, 2) for key in keys
+            } | {key: at for key, at in self._stale.items() if at > now}
+            over = [key for key in keys if self._stale[key] <= now]
+            for key in over:
+                del self._stale[key]
+        if over:
+            logger.warning("memcache: giving up %d reservations whose writers are gone", len(over))
+            self._per_key("remove_batch", over)
 
     def _reserve(self, keys: Sequence[str], nbytes: int) -> tuple[dict[str, int], set[str]]:
         """Addresses of the keys that there is room for, and the keys that somebody published meanwhile."""

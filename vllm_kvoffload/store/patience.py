@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import queue
+import select
 import socket
 import threading
 from collections.abc import Callable
@@ -18,6 +19,8 @@ T = TypeVar("T")
 MAX_STUCK = 4
 PROBE_S = 1.0
 READY_S = 5.0
+RETRY_S = 0.5
+SEEK_S = 1.0
 
 
 class PatientCalls:
@@ -94,10 +97,11 @@ class PatientCalls:
 
 
 class ServiceWatch:
-    """Knows at once when a TCP service ends, and finds out when it is back.
+    """Knows at once when the service that a library is connected to ends, and finds out when it is back.
 
-    Holds an idle connection, which the kernel ends with the service. `losses` counts the times that the
-    service was lost: what it promised before is void then. `down`: "" or why the service can't be used.
+    Watches the library's own connection, which the kernel ends with the service: one of our own would have to
+    take part in the library's protocol. `losses` counts the times that the service was lost: what it promised
+    before is void then. `down`: "" or why the service can't be used.
 
     Args:
         host, port: of the service. ready: asked before the service counts as back; raises while it isn't.
@@ -107,12 +111,10 @@ class ServiceWatch:
         self._address = (host, port)
         self._ready = ready
         self._lock = threading.Lock()
-        self._wake = threading.Event()
-        self._connection: socket.socket | None = None
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self.losses = 0
         self.down = ""
-        self._hold(probe(host, port, PROBE_S))
         self._thread = threading.Thread(target=self._watch, name="kvoffload-store-watch", daemon=True)
         self._thread.start()
 
@@ -123,70 +125,87 @@ class ServiceWatch:
                 self.losses += 1
                 logger.warning("store service %s:%d: %s; trying again", *self._address, reason)
             self.down = reason
-            connection, self._connection = self._connection, None
-        if connection is not None:
-            _end(connection)
-        self._wake.set()
+        self._wake()
 
     def close(self) -> None:
         """Ends the watch. Idempotent."""
+        if self._stopping:
+            return
         self._stopping = True
-        self.lose("closed in this process") if not self.down else self._wake.set()
+        self._wake()
         self._thread.join(PROBE_S + READY_S)
 
-    def _hold(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._connection = connection
+    def _wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
 
     def _watch(self) -> None:
         while not self._stopping:
-            connection = self._connection
-            if connection is not None and not self.down:
-                _wait_for_end(connection)
-                if not self._stopping:
-                    self.lose("its connection ended")
-            self._wake.clear()
-            if not self._stopping:
-                self._return()
+            if self.down:
+                self._try_again()
+            else:
+                self._wait_for_end()
+        os.close(self._wake_fd)
 
-    def _return(self) -> None:
+    def _wait_for_end(self) -> None:
+        connections = own_connections(*self._address)
+        poller = select.poll()
+        poller.register(self._wake_fd, select.POLLIN)
+        for connection in connections:
+            poller.register(connection, select.POLLRDHUP)
         try:
-            connection = probe(*self._address, PROBE_S)
-        except OSError as error:
-            self.down = f"not reached: {error}"
-            self._wake.wait(PROBE_S)
-            return
+            # Without a connection there is nothing to see here: failing calls tell of the loss then.
+            events = dict(poller.poll(None if connections else SEEK_S * 1000))
+        finally:
+            for connection in connections:
+                connection.close()
+        if events.pop(self._wake_fd, None):
+            os.eventfd_read(self._wake_fd)
+        if events and not self._stopping:
+            self.lose("its connection ended")
+
+    def _try_again(self) -> None:
         try:
+            probe(*self._address, PROBE_S).close()
             self._ready()
         except Exception as error:
-            self.down = f"does not serve yet: {error}"
-            _end(connection)
-            self._wake.wait(PROBE_S)
+            self.down = f"does not serve: {error}"
+            self._pause()
             return
-        self._hold(connection)
-        self.down = ""
+        with self._lock:
+            self.down = ""
         logger.warning("store service %s:%d is back", *self._address)
+
+    def _pause(self) -> None:
+        if select.select([self._wake_fd], [], [], RETRY_S)[0]:
+            os.eventfd_read(self._wake_fd)
 
 
 def probe(host: str, port: int, timeout_s: float) -> socket.socket:
     """A connection. Raises OSError."""
-    connection = socket.create_connection((host, port), timeout=timeout_s)
-    connection.settimeout(None)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, seconds in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
-    return connection
+    return socket.create_connection((host, port), timeout=timeout_s)
 
 
-def _wait_for_end(connection: socket.socket) -> None:
-    try:
-        while connection.recv(4096):
+def own_connections(host: str, port: int) -> list[socket.socket]:
+    """Duplicates of this process's sockets that are connected to an address."""
+    wanted = {info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            connection = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # closed meanwhile
             continue
-    except OSError:
-        return
-
-
-def _end(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # ended by the other side
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
+        try:
+            peer = connection.getpeername()
+        except OSError:
+            peer = ()
+        if (
+            isinstance(peer, tuple)
+            and peer[1:2] == (port,)
+            and str(peer[0]).removeprefix("::ffff:") in wanted
+        ):
+            found.append(connection)
+        else:
+            connection.close()
+    return found
