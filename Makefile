@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint bench clean
+.PHONY: help setup demo test test-fast test-faults lint bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -24,6 +24,9 @@ test: setup  ## all tests, also those that start vLLM engines (ARGS="-k name" ch
 
 test-fast: setup  ## the tests that take seconds
 	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-faults: setup  ## every fault on real prefill, decode and proxy processes, and the matrix of them
+	@$(BIN)/python -m tests.faults $(ARGS)
 
 lint: setup  ## ruff's checks and formatting, and mypy --strict
 	@$(BIN)/ruff check .

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -27,8 +30,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 def _share(path: Path) -> tuple[int, str]:
     """What is run by one process, in the order in which shares are handed out: the long ones first."""
     folder = path.relative_to(TESTS).parts[0]
-    if folder == "golden":
-        return 0, folder  # one engine and its references serve many files
+    if folder in ("golden", "faults"):
+        return int(folder != "golden"), folder  # the same engines and their references serve many files
     return (1 if folder in LONG else 2), str(path)
 
 
@@ -38,3 +41,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _share(item.path))
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_share(item.path)[1]))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tables that tests made, in whatever process: among their reports' properties."""
+    tables: dict[str, dict[tuple[str, ...], dict[str, Any]]] = {}
+    for report in chain.from_iterable(terminalreporter.stats.values()):
+        for name, row in getattr(report, "user_properties", ()):
+            if name.startswith("table: "):
+                tables.setdefault(name[len("table: ") :], {})[tuple(row["line"])] = row
+    for title, rows in tables.items():
+        terminalreporter.section(title)
+        head = next(iter(rows.values()))["head"]
+        for line in _aligned([head, ["-" * len(name) for name in head], *rows]):
+            terminalreporter.write_line(line)
+        cells, good = (sum(row[key] for row in rows.values()) for key in ("cells", "good"))
+        terminalreporter.write_line(f"{cells} cells, {good} as they must be")
+
+
+def _aligned(lines: Iterable[Iterable[str]]) -> Iterable[str]:
+    texts = [list(line) for line in lines]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    for line in texts:
+        yield "  ".join(part.ljust(width) for part, width in zip(line, widths, strict=True)).rstrip()

@@ -17,6 +17,9 @@ logger = get_logger(__name__)
 TICK_S = 0.1
 STOP_S = 5.0
 
+LATE_S = 1.0
+"""A thread that looks so much later than it wants to says so: leases may end meanwhile."""
+
 PUBLISH_S = 0.05
 """Least time between two publications of metrics: with reads in flight there is a round every millisecond."""
 
@@ -71,10 +74,12 @@ class IOThread(ABC):
         self._poller = zmq.Poller()
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._stop = False
+        self._looked_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         """Begins to serve."""
+        self._looked_at = time.monotonic()
         self._thread.start()
 
     def wake(self) -> None:
@@ -109,10 +114,15 @@ class IOThread(ABC):
                     time.sleep(TICK_S)
 
     def _serve(self) -> None:
-        ready = dict(self._poller.poll(int(self._timeout_s() * 1000)))
+        timeout_s = self._timeout_s()
+        ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
         now = time.monotonic()
+        late_s, self._looked_at = now - self._looked_at - timeout_s, now
+        if late_s >= LATE_S:
+            text = "%s runs %.1f s late: its process was stopped, or has too little CPU time; leases may end"
+            logger.warning(text, self._thread.name, late_s)
         self._round({item for item in ready if isinstance(item, zmq.Socket)}, now)
         if self._channel is not None and now - self._published_at >= PUBLISH_S:
             self._published_at = now

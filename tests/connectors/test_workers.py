@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vllm_kvoffload.config import ConfigError
-from vllm_kvoffload.connectors.sfa_remote_d2h import worker_d
+from vllm_kvoffload.connectors.sfa_remote_d2h import io_thread, worker_d
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Receive
@@ -388,3 +388,15 @@ def test_a_taken_port_is_named(bench):
             Memmove(), Layout.of(bench.ours, BLOCKS), "d",
             host=HOST, port=bench.port, tp_size=1, tp_rank=0, limits=LIMITS,
         )  # fmt: skip
+
+
+def test_a_thread_that_runs_late_says_so(bench, monkeypatch):
+    """Else nobody could tell why leases ended."""
+    said = []
+    monkeypatch.setattr(io_thread, "LATE_S", 0.2)
+    monkeypatch.setattr(io_thread.logger, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(bench.decode, "_poll_reads", lambda: time.sleep(0.5))
+    end = time.monotonic() + 10
+    while not any(text.startswith("kvoffload-decode-io runs") for text in said):
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -1,0 +1,323 @@
+"""Real processes: prefill, decode and `kvoffload proxy`. Relay and hop, between them, are threads in here."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from fault_client import Client, new_prompt
+from fault_hop import HOST as HOP_HOST
+from fault_hop import Hop
+from fault_relay import Relay
+
+from vllm_kvoffload.demo.processes import session_and_descendants
+from vllm_kvoffload.demo.server import HOST, Server, ServerError, ServerOptions, command_line, free_port
+
+LEASE_S = 3.0
+REQUEST_S = 25.0
+READY_S = 240.0
+QUIET_S = 60.0
+"""By then everything must be as it was."""
+MAX_SEQS = 8
+MAX_MODEL_LEN = 2048
+PREFILL_MODEL_LEN = 1920
+"""Prefill takes shorter prompts than decode, so that it can refuse one."""
+BLOCKS = 80
+BLOCK_TOKENS = 64
+CHUNK_TOKENS = 256
+NAMES = ("prefill", "decode", "proxy")
+
+
+def transfer_config(role: str, port: int) -> str:
+    extra = {"transfer_backend": "nixl", "use_layerwise": True, "lease_s": LEASE_S, "request_s": REQUEST_S}
+    fields = {"kv_connector": "SfaRemoteD2HConnector", "kv_role": role, "kv_port": port}
+    return json.dumps({**fields, "kv_connector_extra_config": extra})
+
+
+def proxy_port() -> int:
+    """Free at the proxy's address and the hop's."""
+    while True:
+        port = free_port()
+        with socket.socket() as probe:
+            try:
+                probe.bind((HOP_HOST, port))
+            except OSError:
+                continue
+            return port
+
+
+def metrics(port: int) -> dict[str, float]:
+    """Sums of all samples of each series."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=30)
+    try:
+        connection.request("GET", "/metrics", headers={"Connection": "close"})
+        lines = connection.getresponse().read().decode().splitlines()
+    finally:
+        connection.close()
+    sums: Counter[str] = Counter()
+    for line in lines:
+        if line and not line.startswith("#"):
+            name, value = re.split(r"[{ ]", line, maxsplit=1)[0], float(line.rpartition(" ")[2])
+            sums[name] += value  # type: ignore[assignment]
+    return dict(sums)
+
+
+class Census:
+    """Threads and open files of a server's processes, by what they are."""
+
+    def __init__(self, pid: int) -> None:
+        self.threads: Counter[str] = Counter()
+        self.files: Counter[str] = Counter()
+        for process, name in session_and_descendants(pid).items():
+            folder = Path(f"/proc/{process.pid}")
+            for task in folder.glob("task/*"):
+                self.threads[f"{name}/{_read(task / 'comm')}"] += 1
+            for fd in folder.glob("fd/*"):
+                try:
+                    target = os.readlink(fd)
+                except OSError:  # closed meanwhile
+                    continue
+                self.files[f"{name}/{re.sub(r'[0-9]+', 'N', target)}"] += 1
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Threads and open files."""
+        return self.threads.total(), self.files.total()
+
+    def more_than(self, other: Census) -> str:
+        """What there is more of than in the other one."""
+        threads, files = self.threads - other.threads, self.files - other.files
+        return f"{self.counts} after {other.counts}, more: {dict(threads)} {dict(files)}"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return "gone"
+
+
+class Cluster:
+    """The processes by name, and what is between them."""
+
+    def __init__(self, checkpoint: Path, folder: Path) -> None:
+        self._checkpoint, self._folder = checkpoint, folder
+        self.ports = {"prefill": free_port(), "decode": free_port(), "proxy": proxy_port()}
+        self._kv_port = free_port()
+        self.relay = Relay(self._kv_port)
+        self.hop = Hop(self.ports["proxy"], self.relay.port)
+        self.servers: dict[str, Server] = {}
+        self.baseline: dict[str, Census] = {}
+        self._starts = 0
+        self._seed = 0
+        self._references: dict[tuple[bytes, int], list[str]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Cluster:
+        os.environ["VLLM_HOST_IP"] = HOST
+        os.environ["OMP_NUM_THREADS"] = "1"  # two engines share few cores with the tests
+        self.relay.start()
+        self._stack.callback(self.relay.stop)
+        self._stack.enter_context(self.hop.serve())
+        self._stack.callback(self._stop_all)
+        for name in NAMES[:2]:
+            self.start(name)
+        for name in NAMES[:2]:
+            self.servers[name].wait_ready(READY_S)
+        self.start("proxy")
+        self.wait_ready()
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self._stack.close()
+
+    def _stop_all(self) -> None:
+        self.go_on()
+        for server in self.servers.values():
+            server.stop(15)
+
+    # ----------------------------------------------------------------------------------------- processes
+
+    def start(self, name: str, patch: str = "") -> None:
+        """Starts a process, on the port that it always has. patch: Python that it runs first."""
+        self._starts += 1
+        command = self._proxy() if name == "proxy" else self._engine(name)
+        log = self._folder / f"{name}-{self._starts}.log"
+        before = os.environ.get("PYTHONPATH")
+        if patch:
+            folder = self._folder / f"patch-{self._starts}"
+            folder.mkdir()
+            (folder / "sitecustomize.py").write_text(patch, encoding="utf-8")
+            os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [before])])
+        try:
+            self.servers[name] = Server(command, log, self.ports[name])
+        finally:
+            if patch:
+                os.environ.pop("PYTHONPATH")
+                os.environ.update({} if before is None else {"PYTHONPATH": before})
+
+    def _engine(self, name: str) -> list[str]:
+        decode = name == "decode"
+        options = ServerOptions(
+            self._checkpoint,
+            32 << 20,
+            self.ports[name],
+            {"topk_buffer_size": 128, "dram_size_per_dp_GB": 1} if decode else None,
+            max_model_len=MAX_MODEL_LEN if decode else PREFILL_MODEL_LEN,
+            max_num_seqs=MAX_SEQS,
+            max_num_batched_tokens=CHUNK_TOKENS,
+        )
+        role = "kv_consumer" if decode else "kv_producer"
+        more = ["--kv-transfer-config", transfer_config(role, self._kv_port)]
+        return [*command_line(options), *more, "--num-gpu-blocks-override", str(BLOCKS)]
+
+    def _proxy(self) -> list[str]:
+        flags = {
+            "host": HOST,
+            "port": self.ports["proxy"],
+            "advertise-host": HOP_HOST,
+            "prefiller-hosts": HOST,
+            "prefiller-ports": self.ports["prefill"],
+            "decoder-hosts": HOST,
+            "decoder-ports": self.ports["decode"],
+            "probe-interval": 1,
+            "drain-timeout": 5,
+        }
+        command = [sys.executable, "-m", "vllm_kvoffload.cli.main", "proxy"]
+        return command + [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+
+    def signal(self, name: str, number: int) -> None:
+        """To every process of a server."""
+        for process in session_and_descendants(self.servers[name].pid):
+            _kill(process.pid, number)
+
+    def terminate(self, name: str) -> None:
+        """As an operator does: one SIGTERM to the server's first process."""
+        _kill(self.servers[name].pid, signal.SIGTERM)
+
+    def reap(self, name: str, grace_s: float = 0.0) -> None:
+        """Waits for a server to end, and kills what is left of it then."""
+        end = time.monotonic() + grace_s
+        while session_and_descendants(self.servers[name].pid) and time.monotonic() < end:
+            time.sleep(0.1)
+        self.servers[name].stop(0.5)
+
+    def go_on(self) -> None:
+        """Nothing is stopped any more."""
+        for name in self.servers:
+            self.signal(name, signal.SIGCONT)
+
+    def heal(self) -> None:
+        """Starts what has died in an earlier fault that went wrong."""
+        for name, server in list(self.servers.items()):
+            try:
+                server.check_alive()
+            except ServerError:
+                self.reap(name)
+                self.start(name)
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """All three answer, and the proxy would send requests to both engines."""
+        for server in self.servers.values():
+            server.wait_ready(READY_S)
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    def prompt(self, length: int) -> list[int]:
+        """One that was never used."""
+        self._seed += 1
+        return new_prompt(length, self._seed)
+
+    def client(self, length: int, max_tokens: int = 8, to: str = "proxy", **more: Any) -> Client:
+        return Client(self.ports[to], self.prompt(length), max_tokens, **more)
+
+    def references(self, clients: list[Client]) -> dict[Client, list[str]]:
+        """What prefill alone, an engine without offload, makes of the clients' prompts."""
+        wanted = {(c.digest, c.max_tokens): c for c in clients}
+        asked = {
+            key: Client(self.ports["prefill"], c.prompt, c.max_tokens, stream=False).start()
+            for key, c in wanted.items()
+            if key not in self._references and len(c.prompt) + c.max_tokens <= PREFILL_MODEL_LEN
+        }
+        for key, client in asked.items():
+            assert client.join(90), "the reference hangs"
+            assert client.complete, f"no reference: {client.error}"
+            self._references[key] = client.tokens
+        return {c: self._references.get((c.digest, c.max_tokens), []) for c in clients}
+
+    # --------------------------------------------------------------------------------------- observables
+
+    def busy(self) -> str:
+        """What still holds something, "" for nothing."""
+        for name in NAMES[:2]:
+            found = metrics(self.ports[name])
+            for series in ("vllm:num_requests_running", "vllm:num_requests_waiting", *HELD):
+                if found.get(series):
+                    return f"{name}: {series} = {found[series]:g}"
+        found = metrics(self.ports["proxy"])
+        for series in PROXY_HELD:
+            if found[series]:
+                return f"proxy: {series} = {found[series]:g}"
+        return ""
+
+    def over_baseline(self) -> str:
+        """Which process has more threads or open files than at the start, "" for none."""
+        for name, before in self.baseline.items():
+            now = Census(self.servers[name].pid)
+            if any(a > b for a, b in zip(now.counts, before.counts, strict=True)):
+                return f"{name}: {now.more_than(before)}"
+        return ""
+
+    def wait_quiet(self, seconds: float = QUIET_S) -> float:
+        """Seconds until nothing is held, and threads and open files are back."""
+        begin = time.monotonic()
+        while problem := self.busy() or self.over_baseline():
+            assert time.monotonic() - begin < seconds, f"after {seconds:g} s: {problem}"
+            time.sleep(0.25)
+        return time.monotonic() - begin
+
+    def wait_released(self, name: str, seconds: float) -> float:
+        """Seconds until an engine holds no KV block."""
+        begin = time.monotonic()
+        while metrics(self.ports[name])["vllm:kv_cache_usage_perc"]:
+            assert time.monotonic() - begin < seconds, f"{name} holds blocks after {seconds:g} s"
+            time.sleep(0.1)
+        return time.monotonic() - begin
+
+    def settle(self) -> None:
+        """Takes the state as the one to come back to, once it has stopped changing."""
+        self.baseline.clear()
+        self.wait_quiet()
+        same_since, last = time.monotonic(), {}
+        while time.monotonic() - same_since < 5.0:
+            now = {name: Census(server.pid) for name, server in self.servers.items()}
+            if {n: c.counts for n, c in now.items()} != {n: c.counts for n, c in last.items()}:
+                same_since = time.monotonic()
+            last = now
+            time.sleep(0.25)
+        self.baseline = last
+
+
+HELD = (
+    "vllm:kv_cache_usage_perc",
+    *(f"vllm:kvoffload_{name}" for name in ("live_rows", "open_transfers", "kept_requests", "receives")),
+)
+PROXY_HELD = ("kvoffload_proxy_requests_running", "kvoffload_proxy_instance_requests")
+
+
+def _kill(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return

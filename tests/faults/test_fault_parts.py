@@ -1,0 +1,235 @@
+"""The harness itself, without engines: what it does to messages and posts, and that it sees what is wrong."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import threading
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from fault_client import Client
+from fault_cluster import Census, proxy_port
+from fault_hop import HOST, Hop
+from fault_relay import Relay
+from fault_report import Cell, Report
+from fault_scene import wait_for
+
+from vllm_kvoffload.connectors.sfa_remote_d2h import wire
+
+zmq = pytest.importorskip("zmq")
+SESSION = "p"
+
+
+def publish(transfer, prompt):
+    return wire.Publish(SESSION, transfer, "r", prompt, 1, 0, (wire.Chunk(0, (1,), 2),), False)
+
+
+class Line:
+    """Decode's ROUTER and prefill's DEALER with the relay between them."""
+
+    def __init__(self):
+        self.context = zmq.Context()
+        self.decode = self.context.socket(zmq.ROUTER)
+        self.relay = Relay(self.decode.bind_to_random_port("tcp://127.0.0.1"))
+        self.relay.start()
+        self.prefill = self.context.socket(zmq.DEALER)
+        self.prefill.setsockopt(zmq.IDENTITY, SESSION.encode())
+        self.prefill.connect(f"tcp://127.0.0.1:{self.relay.port}")
+
+    def close(self):
+        self.relay.stop()
+        self.context.destroy(linger=0)
+
+    def up(self, *messages):
+        for message in messages:
+            self.prefill.send(wire.encode(message))
+
+    def down(self, message):
+        self.decode.send_multipart([SESSION.encode(), wire.encode(message)])
+
+    def at_decode(self, seconds=0.5):
+        return self._all(self.decode, seconds)
+
+    def at_prefill(self, seconds=0.5):
+        return self._all(self.prefill, seconds)
+
+    @staticmethod
+    def _all(socket, seconds):
+        got = []
+        while socket.poll(1000 * seconds):
+            got.append(socket.recv_multipart()[-1])
+        return got
+
+
+@pytest.fixture
+def line():
+    with closing(Line()) as made:
+        made.up(publish(1, b"one"), publish(2, b"two"))
+        assert len(made.at_decode()) == 2
+        yield made
+
+
+def test_a_rule_hits_one_request(line):
+    line.relay.rule("dropped", "Publish", prompt=b"one", times=2)
+    line.up(*[publish(1, b"one")] * 3, publish(2, b"two"))
+    got = [wire.decode_to_decode(frame) for frame in line.at_decode()]
+    assert [message.transfer for message in got] == [1, 2]
+
+
+def test_what_is_done_to_messages(line):
+    whole = wire.encode(publish(1, b"one"))
+    for action, expected in [
+        ("dropped", []),
+        ("duplicated", [whole, whole]),
+        ("truncated", [whole[: len(whole) // 2]]),
+        ("delayed", [whole]),
+    ]:
+        line.relay.rule(action, "Publish", delay_s=0.8)
+        line.up(publish(1, b"one"))
+        if action == "delayed":
+            assert not line.at_decode(0.4)
+        assert line.at_decode() == expected
+    with pytest.raises(wire.WireError):
+        wire.decode_to_decode(whole[: len(whole) // 2])
+
+
+def test_of_a_heartbeat_only_the_entries_of_the_request(line):
+    line.relay.rule("dropped", "Beat", prompt=b"one", times=None)
+    line.relay.rule("dropped", "BeatAck", prompt=b"two", times=None)
+    line.down(wire.Beat("d", SESSION, ((1, 1, 1), (2, 3, 3))))
+    assert [wire.decode_to_prefill(f).entries for f in line.at_prefill()] == [((2, 3, 3),)]
+    line.up(wire.BeatAck(SESSION, (1, 2)))
+    assert [wire.decode_to_decode(f).transfers for f in line.at_decode()] == [(1,)]
+
+
+def test_a_watch_acts_once_before_the_message_goes_on(line):
+    before = threading.Event()
+    watch = line.relay.watch(lambda m: isinstance(m, wire.Finish), before.set)
+    line.down(wire.Finish("d", SESSION, 1))
+    assert line.at_prefill()
+    assert before.is_set()
+    assert watch.done.is_set()
+
+
+def test_when_prefill_goes_away_so_does_its_connection_to_decode(line):
+    line.prefill.close(linger=0)
+    wait_for(lambda: not line.relay._backs, "the connection to decode is still there")
+    with closing(line.context.socket(zmq.DEALER)) as other:
+        other.setsockopt(zmq.IDENTITY, b"q")
+        other.connect(f"tcp://127.0.0.1:{line.relay.port}")
+        other.send(wire.encode(publish(9, b"nine")))
+        assert len(line.at_decode()) == 1
+
+
+class Proxy(BaseHTTPRequestHandler):
+    got: list[dict] = []  # noqa: RUF012
+
+    def do_POST(self):
+        self.got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_args):
+        pass
+
+
+@pytest.fixture
+def hop():
+    port = proxy_port()
+    Proxy.got.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", port), Proxy)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    made = Hop(port, 4711)
+    with made.serve():
+        yield made
+    server.shutdown()
+    server.server_close()
+
+
+def post(hop, request_id):
+    connection = http.client.HTTPConnection(HOST, hop._port, timeout=20)
+    try:
+        connection.request("POST", "/v1/metaserver", json.dumps({"request_id": request_id, "remote_port": 1}))
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return 0
+    finally:
+        connection.close()
+
+
+def test_the_hop_sends_prefill_to_the_relay(hop):
+    assert post(hop, "a") == 200
+    assert Proxy.got == [{"request_id": "a", "remote_port": 4711}]
+
+
+def test_the_hop_spoils_posts(hop):
+    hop.plan(status=503)
+    hop.plan(lose_answer=True)
+    hop.plan(status=0)
+    hop.plan(changes={"remote_port": 9})
+    assert [post(hop, name) for name in ("a", "b", "b", "c", "d", "e")] == [503, 0, 200, 0, 200, 200]
+    assert [m["remote_port"] for m in Proxy.got] == [4711, 4711, 9, 4711]
+
+
+def test_the_hop_holds_posts(hop):
+    plan = hop.plan(hold=True)
+    got = []
+    thread = threading.Thread(target=lambda: got.append(post(hop, "a")))
+    thread.start()
+    assert plan.arrived.wait(5)
+    thread.join(0.3)
+    assert not got
+    plan.go.set()
+    thread.join(5)
+    assert got == [200]
+
+
+def ended(tokens, *, complete=False, error="", aborted=False):
+    client = Client(1, [1])
+    client.tokens, client.complete, client.error, client.aborted = tokens, complete, error, aborted
+    return client
+
+
+def test_verdicts():
+    reference = ["a", "b", "c"]
+    assert ended(["a", "b", "c"], complete=True).verdict(reference) == "right"
+    assert ended(["a", "b"], complete=True).verdict(reference) == "WRONG"
+    assert ended(["a", "x", "c"], complete=True).verdict(reference) == "WRONG"
+    assert ended(["a", "x"], error="broke").verdict(reference) == "WRONG"
+    assert ended(["a", "b", "c", "d"], error="broke").verdict(reference) == "WRONG"
+    assert ended(["a"], error="broke").verdict(reference) == "error"
+    assert ended(["a"], error="broke", aborted=True).verdict(reference) == "gone"
+    assert ended([], error="timeout").verdict(reference) == "HANGS"
+
+
+def test_a_census_sees_threads_and_sockets():
+    before = Census(os.getpid())
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    with socket.socket():
+        now = Census(os.getpid())
+        assert now.counts == (before.counts[0] + 1, before.counts[1] + 1)
+        assert "socket" in now.more_than(before)
+    end.set()
+    thread.join()
+
+
+def test_the_table():
+    report = Report()
+    row = report.row("p killed")
+    row.cells = {"pulling": Cell(["right", "error", "right"]), "waiting": Cell(["WRONG"])}
+    report.row("d killed").cells = {"streaming": Cell(["right"])}
+    report.row("d killed").passed = True
+    bad, good = report.take_rows()
+    assert bad["line"] == ["p killed", "", "WRONG", "2 right, error", "", "", "0", "-", "FAILED"]
+    assert (bad["cells"], bad["good"]) == (2, 0)
+    assert good["line"][-1] == "ok"
+    assert (good["cells"], good["good"]) == (1, 1)
+    assert not report.take_rows()
+    assert len(bad["head"]) == len(bad["line"])

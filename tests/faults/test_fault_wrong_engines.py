@@ -1,0 +1,59 @@
+"""The controls: engines with a fault of their own, which the matrix must see. Run last: nobody heals them."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from fault_cluster import LEASE_S, READY_S
+from fault_report import Report
+from fault_scene import WAITING, Scene
+
+pytestmark = pytest.mark.faults_full
+
+ATTENDS_TO_WHAT_NEVER_CAME = """
+from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Consumer
+end = Consumer._end
+def lie(self, pending):
+    pending.reason = ""
+    end(self, pending)
+Consumer._end = lie
+"""
+
+KNOWS_NO_LEASE = """
+from vllm_kvoffload.connectors.sfa_remote_d2h.producer import Producer
+tick = Producer.tick
+def endless(self, now):
+    for transfer in self._transfers.values():
+        transfer.lease_end = now + 1000
+    tick(self, now)
+Producer.tick = endless
+"""
+
+
+@pytest.fixture(scope="module")
+def wrong(cluster):
+    for name, patch in {"prefill": KNOWS_NO_LEASE, "decode": ATTENDS_TO_WHAT_NEVER_CAME}.items():
+        cluster.signal(name, signal.SIGKILL)
+        cluster.reap(name)
+        cluster.start(name, patch)
+    for name in ("prefill", "decode"):
+        cluster.servers[name].wait_ready(READY_S)
+    cluster.baseline.clear()
+    return cluster
+
+
+def test_wrong_tokens_are_seen(wrong):
+    scene = Scene(wrong, "decode attends to what never came", report=Report())
+    wrong.hop.plan(status=404)
+    with pytest.raises(AssertionError, match="waiting: 300 tokens, WRONG"), scene:
+        scene.add(WAITING, wrong.client(300)).start()
+
+
+def test_held_blocks_are_seen(wrong):
+    scene = Scene(wrong, "prefill knows no lease", report=Report())
+    client = scene.finishes()
+    scene.disturb("dropped", "Cancel", prompt=client.digest)
+    client.abort()
+    with pytest.raises(AssertionError, match="prefill holds blocks"):
+        wrong.wait_released("prefill", 2 * LEASE_S)
