@@ -26,7 +26,7 @@ from vllm_kvoffload.transfer import TransferEngine
 
 logger = get_logger(__name__)
 
-UNUSED_S = 60.0
+UNUSED_S = 30.0
 """A connection without transfers is closed after so long."""
 
 Endpoint = tuple[str, int]

@@ -6,8 +6,6 @@ decode server recomputes what it can't load, has few blocks, and reads wrong KV 
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import random
 import time
@@ -16,8 +14,6 @@ from pathlib import Path
 
 import pytest
 from pd_servers import (
-    LEASE_S,
-    READY_S,
     Answer,
     Engine,
     Fleet,
@@ -27,7 +23,6 @@ from pd_servers import (
     fleet,
     kill,
     metric,
-    path_of,
     post,
     wait_for,
     wait_free,
@@ -280,41 +275,8 @@ def test_a_request_that_nobody_prefills_fails_alone(servers):
     wait_free(servers.decode[0], 10)
 
 
-def start_request(servers: Fleet, tokens: list[int]) -> http.client.HTTPConnection:
-    """A request whose client may go away."""
-    connection = http.client.HTTPConnection("127.0.0.1", servers.proxies["1P1D"].port, timeout=60)
-    body = completion(tokens, 200)
-    connection.request("POST", path_of(body), json.dumps(body), {"Content-Type": "application/json"})
-    return connection
-
-
 def wait_for_rendezvous(servers: Fleet, count: float) -> None:
     wait_for(lambda: metric(servers.proxies["1P1D"], POSTS) >= count, 30, "decode did not post")
-
-
-def test_a_client_that_goes_away_frees_both_sides(servers):
-    before = metric(servers.proxies["1P1D"], POSTS)
-    connections = [start_request(servers, prompt(1200, seed=200 + n)) for n in range(3)]
-    wait_for_rendezvous(servers, before + 1)
-    for connection in connections:
-        connection.close()
-    for server in (servers.decode[0], servers.prefill[0]):
-        assert wait_free(server, 30) < 30
-    servers.check(completion(prompt(333, seed=12)))
-
-
-def test_decode_restarts(servers):
-    """Prefill gets its blocks back when the lease ends, and works with decode's next session."""
-    before = metric(servers.proxies["1P1D"], POSTS)
-    connection = start_request(servers, prompt(1500, seed=10))
-    wait_for_rendezvous(servers, before + 1)
-    kill(servers.decode[0])
-    servers.decode[0].stop(1)
-    connection.close()
-    assert wait_free(servers.prefill[0], 60) < LEASE_S + 20
-    servers.start_decode(0).wait_ready(READY_S)
-    servers.proxies["1P1D"].wait_ready(30)
-    servers.check(completion(prompt(450, seed=11)))
 
 
 def test_prefill_dies_while_decode_pulls(servers):
