@@ -590,7 +590,10 @@ def transfer(name: str, role: str, extra: object = None) -> Any:
     return SimpleNamespace(kv_connector=name, kv_role=role, kv_connector_extra_config=extra or {})
 
 
-OURS = {"kv_connector": "SfaRemoteD2HConnector", "kv_connector_extra_config": {"lease_s": 1}}
+def multi(role: str, *names: str) -> Any:
+    return transfer(
+        "MultiConnector", role, {"connectors": [{"kv_connector": name, "kv_role": role} for name in names]}
+    )
 
 
 @imports_vllm
@@ -600,17 +603,14 @@ OURS = {"kv_connector": "SfaRemoteD2HConnector", "kv_connector_extra_config": {"
         (True, None, {"offload"}),
         (False, transfer("SfaRemoteD2HConnector", "kv_producer"), {"prefill"}),
         (True, transfer("SfaRemoteD2HConnector", "kv_consumer"), {"offload", "decode"}),
+        (False, transfer("AscendStoreConnector", "kv_producer"), {"store"}),
         (False, transfer("NixlConnector", "kv_both"), set()),
         (
-            True,
-            transfer(
-                "MultiConnector",
-                "kv_both",
-                {"connectors": [{"kv_connector": "X"}, OURS | {"kv_role": "kv_consumer"}]},
-            ),
-            {"offload", "decode"},
+            False,
+            multi("kv_producer", "SfaRemoteD2HConnector", "AscendStoreConnector"),
+            {"prefill", "store"},
         ),
-        (False, transfer("MultiConnector", "kv_producer", {"connectors": [OURS, 7]}), {"prefill"}),
+        (False, multi("kv_both", "NixlConnector", "X"), set()),
         (False, transfer("MultiConnector", "kv_producer", {"connectors": 7}), set()),
     ],
 )
