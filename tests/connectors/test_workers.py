@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,10 +115,10 @@ class Bench:
         self.prefill.start()
         self.done: dict[str, set[int]] = {}
 
-    def start_decode(self, digest="d"):
+    def start_decode(self, digest="d", limits=LIMITS):
         made = DecodeWorker(
             self.decode_engine, Layout.of(self.ours, BLOCKS), digest,
-            host=HOST, port=self.port, tp_size=1, tp_rank=0, limits=LIMITS,
+            host=HOST, port=self.port, tp_size=1, tp_rank=0, limits=limits,
             channel=StatsChannel(DECODE, self.instance, 0, 0),
         )  # fmt: skip
         made.start()
@@ -352,7 +353,7 @@ def test_decode_restarts(bench):
 def test_prefill_of_another_layout_is_refused(bench):
     bench.decode.stop()
     bench.decode_engine = Memmove()
-    bench.decode = bench.start_decode(digest="other")
+    bench.decode = bench.start_decode(digest="other", limits=replace(LIMITS, request_s=2.0))
     bench.expect("r", [3, 4])
     bench.compute("r", [[0, 1]], 2)
     assert bench.wait_freed(3.0)[0] == {"r"}
