@@ -38,6 +38,11 @@ def register_general() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.platforms import current_platform
 
+    from vllm_kvoffload.platforms.ascend.hooks import adopt_platform, is_npu_platform
+
+    if is_npu_platform(current_platform):
+        adopt_platform(current_platform)  # connectors are found by module path there, not registered
+        return
     for name, (module, class_name) in CONNECTORS.items():
         if name not in KVConnectorFactory._registry:  # vllm-ascend's main has one of this name, too
             KVConnectorFactory.register_connector(name, module, class_name)

@@ -24,6 +24,8 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.worker_d import DecodeWorker, Resu
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_p import PrefillWorker
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import DECODE, PREFILL, StatsChannel
+from vllm_kvoffload.runtime.base import Event, Stream
+from vllm_kvoffload.runtime.npu import compute_stream
 from vllm_kvoffload.transfer import make_engine
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         self._results = Results()
         self._idle = False  # the current step computes nothing
         self._progress = False
+        self._compute: Stream | None = None  # where writes are queued, not done when the call returns
         if role is KVConnectorRole.SCHEDULER:
             self._make_scheduler(vllm_config)
 
@@ -98,7 +101,12 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         digest = layout.digest(model.hf_text_config, model.dtype, self._block_size)
         tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         role = "prefill" if config.producer else "decode"
-        engine = make_engine(config.transfer_backend, role=role, host=get_ip(), device_id=tp_rank)  # type: ignore[arg-type]
+        device_id = tp_rank
+        if not current_platform.is_cpu():
+            npu: Any = torch.npu  # type: ignore[attr-defined]  # torch_npu adds it
+            device_id = npu.current_device()
+            self._compute = compute_stream(npu, device_id)
+        engine = make_engine(config.transfer_backend, role=role, host=get_ip(), device_id=device_id)  # type: ignore[arg-type]
         dp_rank = vllm_config.parallel_config.data_parallel_index
         fields = PREFILL if config.producer else DECODE
         channel = StatsChannel(fields, vllm_config.instance_id, dp_rank, tp_rank)
@@ -170,15 +178,26 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """A request runs only when all of its KV is here."""
 
+    def on_kv_cache_written(self, layer_name: str) -> None:
+        """A layer's rows are written, before its attention. Only vllm-ascend says so."""
+        self._layer_written(layer_name)
+
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
+        self._layer_written(layer_name)
+
+    def _layer_written(self, layer_name: str) -> None:
         if self._producer is not None:
-            self._producer.layer_done(layer_index(layer_name))
+            self._producer.layer_done(layer_index(layer_name), self._written(layer_name))
+
+    def _written(self, label: str) -> Event | None:
+        """Where the device must have been when what was queued until now is written; None where it is."""
+        return None if self._compute is None else self._compute.record(label)
 
     def wait_for_save(self) -> None:
         if self._producer is not None:
-            self._producer.end_step()
+            self._producer.end_step(self._written("step"))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._producer is not None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection
 
 import zmq
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
-from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import Idle, IOThread, receive_all, send, tcp
+from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import TICK_S, Idle, IOThread, receive_all, send, tcp
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import PrefillMetadata
 from vllm_kvoffload.connectors.sfa_remote_d2h.ports import tp_ratio
@@ -22,12 +23,19 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
 )
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import StatsChannel
+from vllm_kvoffload.runtime.base import Event
 from vllm_kvoffload.transfer import TransferEngine
 
 logger = get_logger(__name__)
 
 UNUSED_S = 30.0
 """A connection without transfers is closed after so long."""
+
+WRITTEN_S = 30.0
+"""Deadline of a layer's writes on the device."""
+
+POLL_S = 0.001
+"""Between looks at layers that the device still writes."""
 
 Endpoint = tuple[str, int]
 
@@ -73,11 +81,13 @@ class PrefillWorker(IOThread):
         self._step: list[str] = []
         self._on_news: Callable[[], None] | None = None
         self._idle = Idle()
+        self._unwritten: deque[tuple[Event | None, list[str], int]] = deque()
         self._sockets: dict[Endpoint, zmq.Socket[bytes]] = {}
         self._endpoints: dict[zmq.Socket[bytes], Endpoint] = {}
 
     def drop(self, metadata: PrefillMetadata) -> None:
         """Before anything may overwrite their blocks."""
+        self._await_written()
         with self.lock:
             for req_id, retry in metadata.dropped:
                 self.producer.drop(req_id, "preempted" if retry else "aborted", retry)
@@ -86,6 +96,7 @@ class PrefillWorker(IOThread):
 
     def begin_step(self, metadata: PrefillMetadata) -> None:
         """A step's blocks will be computed now."""
+        self._await_written()
         now = time.monotonic()
         with self.lock:
             for req_id in metadata.held:
@@ -99,16 +110,16 @@ class PrefillWorker(IOThread):
             self._step = [step.req_id for step in metadata.steps]
         self.wake()
 
-    def layer_done(self, layer: int) -> None:
-        """A layer's KV, its indexer's too, is written."""
+    def layer_done(self, layer: int, written: Event | None = None) -> None:
+        """A layer's KV, its indexer's too, is written, or will be when the device gets to an event."""
         position = self._position.get(layer)
         if position is not None and self._step:
-            self._publish(position + 1)
+            self._publish_when(written, position + 1)
 
-    def end_step(self) -> None:
-        """Every layer is written."""
+    def end_step(self, written: Event | None = None) -> None:
+        """The same for every layer."""
         if self._step:
-            self._publish(len(self._layout.layers))
+            self._publish_when(written, len(self._layout.layers))
             self._step = []
 
     def unread(self, layer: int, requests: Collection[str]) -> list[str]:
@@ -117,7 +128,9 @@ class PrefillWorker(IOThread):
         if position is None:
             return []
         with self.lock:
-            return self.producer.unread(position, requests)
+            written = {name for _, step, layers in self._unwritten if layers > position for name in step}
+            waiting = [name for name in requests if name in written]  # published when the device has them
+            return [*waiting, *(n for n in self.producer.unread(position, requests) if n not in written)]
 
     def give_up(self, requests: Collection[str], reason: str, retry: bool) -> None:
         """What decode reads of these requests doesn't count any more. retry: they will be computed again."""
@@ -145,16 +158,36 @@ class PrefillWorker(IOThread):
         with self.lock:
             return self.producer.take_free()
 
-    def _publish(self, layers: int) -> None:
+    def _publish_when(self, written: Event | None, layers: int) -> None:
         with self.lock:
-            self.producer.publish(time.monotonic(), self._step, layers)
+            self._unwritten.append((written, self._step, layers))
+            self._publish_written()
         self.wake()
+
+    def _publish_written(self) -> None:
+        """Under the lock: publishes what the device has written, in order."""
+        while self._unwritten and (self._unwritten[0][0] is None or self._unwritten[0][0].query()):
+            _, step, layers = self._unwritten.popleft()
+            self.producer.publish(time.monotonic(), step, layers)
+
+    def _await_written(self) -> None:
+        """Nothing of a step is left unpublished when the next one changes its requests' last chunk."""
+        with self.lock:
+            waits = [event for event, _, _ in self._unwritten if event is not None]
+        for event in waits:
+            event.wait(WRITTEN_S)
+        with self.lock:
+            self._publish_written()
+
+    def _timeout_s(self) -> float:
+        return POLL_S if self._unwritten else TICK_S
 
     def _round(self, ready: set[zmq.Socket[bytes]], now: float) -> None:
         for socket in ready:
             for frames in receive_all(socket):
                 self._receive(now, self._endpoints[socket], frames)
         with self.lock:
+            self._publish_written()
             self.producer.tick(now)
             outbox, self.producer.outbox = self.producer.outbox, []
             idle = self.producer.forget_idle(now, UNUSED_S)

@@ -1,6 +1,6 @@
 """First import of every process that has the Ascend environment.
 
-Models that we don't touch import torchvision, which doesn't work beside a CPU torch: an empty one stands for it,
+Models that we leave alone import torchvision, which fails beside a CPU torch: an empty one stands for it,
 after transformers has seen that there is none.
 """
 

@@ -205,6 +205,47 @@ def test_a_request_arrives_and_frees_its_blocks(bench):
     assert all(not cache[untouched].any() for cache in bench.ours.values())
 
 
+class DeviceEvent:
+    """An event of a device that has not got there while `held` is set."""
+
+    held = threading.Event()
+    label = "device"
+
+    def query(self):
+        return not self.held.is_set()
+
+    def wait(self, deadline_s=None):
+        end = time.monotonic() + deadline_s
+        while not self.query():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["with events", "control"])
+def test_what_the_device_still_writes_is_not_read(bench, told):
+    """On an NPU a layer's writes are queued, not done, when prefill says that it has computed the layer."""
+    written = {name: cache.clone() for name, cache in bench.theirs.items()}
+    for cache in bench.theirs.values():
+        cache.zero_()
+    layer_done, end_step = bench.prefill.layer_done, bench.prefill.end_step
+    if told:
+        DeviceEvent.held.set()
+        bench.prefill.layer_done = lambda layer: layer_done(layer, DeviceEvent())
+        bench.prefill.end_step = lambda: end_step(DeviceEvent())
+    bench.expect("r", [3, 4])
+    compute = threading.Thread(target=bench.compute, args=("r", [[1, 2]], 2))  # its next step waits
+    compute.start()
+    time.sleep(0.3)
+    read_early = bench.decode.bytes_read
+    for name, cache in bench.theirs.items():
+        cache.copy_(written[name])
+    DeviceEvent.held.clear()
+    compute.join(20)
+    assert bench.wait("r") == set()
+    assert (read_early == 0) == told
+    assert torch.equal(bench.ours["model.layers.0.attn"][3], written["model.layers.0.attn"][1]) == told
+
+
 def test_both_sides_publish_metrics(bench):
     bench.decode_engine.gate.clear()
     bench.expect("r", [3, 4])

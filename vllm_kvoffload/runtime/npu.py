@@ -15,6 +15,7 @@ from vllm_kvoffload.runtime.base import (
     DEFAULT_DEADLINE_S,
     Event,
     Runtime,
+    Stream,
     WaitTimeoutError,
     check_deadline,
 )
@@ -27,19 +28,22 @@ COMPUTE_STREAM = "compute"
 class NpuEvent:
     """A point of the compute stream (see `base.Event`)."""
 
-    def __init__(self, event: Any, label: str, default_deadline_s: float) -> None:
+    def __init__(self, npu: Any, device: int, event: Any, label: str, default_deadline_s: float) -> None:
+        self._npu = npu
+        self._device = device
         self._event = event
         self.label = label
         self._default_deadline_s = default_deadline_s
 
     def query(self) -> bool:
+        self._npu.set_device(self._device)  # the caller may be a thread that never was on the device
         return bool(self._event.query())
 
     def wait(self, deadline_s: float | None = None) -> None:
         # torch_npu's Event.synchronize() can't be given a deadline; most events are complete at once.
         limit_s = self._default_deadline_s if deadline_s is None else check_deadline(deadline_s)
         end = time.monotonic() + limit_s
-        while not self._event.query():
+        while not self.query():
             if time.monotonic() >= end:
                 raise WaitTimeoutError(f"event {self.label!r} of the compute stream", limit_s, "device busy")
             time.sleep(POLL_S)
@@ -50,8 +54,9 @@ class _ComputeStream:
 
     name = COMPUTE_STREAM
 
-    def __init__(self, npu: Any, default_deadline_s: float) -> None:
+    def __init__(self, npu: Any, device: int, default_deadline_s: float) -> None:
         self._npu = npu
+        self._device = device
         self._default_deadline_s = default_deadline_s
 
     def submit(self, fn: Callable[..., object], *args: Any, label: str | None = None) -> None:  # noqa: ARG002
@@ -60,7 +65,7 @@ class _ComputeStream:
     def record(self, label: str | None = None) -> NpuEvent:
         event = self._npu.Event()
         event.record(self._npu.current_stream())
-        return NpuEvent(event, label or "unnamed", self._default_deadline_s)
+        return NpuEvent(self._npu, self._device, event, label or "unnamed", self._default_deadline_s)
 
     def wait_event(self, event: Event, deadline_s: float | None = None) -> None:
         # On the host: a side stream's event is complete only when its thread has been there.
@@ -71,6 +76,11 @@ class _ComputeStream:
 
     def recover(self) -> None:
         pass
+
+
+def compute_stream(npu: Any, device: int, default_deadline_s: float = DEFAULT_DEADLINE_S) -> Stream:
+    """The stream of the caller's own work on a device, for who needs no other."""
+    return _ComputeStream(npu, device, default_deadline_s)
 
 
 class NpuStream:
@@ -134,7 +144,7 @@ class NpuRuntime:
         self._device = device
         self._threads = threads or CpuRuntime(default_deadline_s=default_deadline_s)
         self._default_deadline_s = check_deadline(default_deadline_s)
-        self._compute = _ComputeStream(npu, default_deadline_s)
+        self._compute = _ComputeStream(npu, device, default_deadline_s)
         self._streams: dict[str, NpuStream] = {}
 
     def stream(self, name: str) -> NpuStream:

@@ -1,0 +1,221 @@
+"""An NPU that is simulated: the torch_npu calls on our paths, on CPU tensors, by the kernels of the CPU
+platform.
+
+`install` puts them where vllm-ascend looks for them. Streams and events are those of `SimulatedNpu`; the
+threads behind side streams are the CPU runtime's, which can delay them at random.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from vllm_kvoffload.platforms.cpu.kernels import indexer_scores, select_topk, sparse_mla_attend
+
+
+class SimulatedNpu:
+    """Stands for torch.npu. A device that is done with everything at once; `busy` holds new events back."""
+
+    def __init__(self) -> None:
+        self.busy = False
+        self.streams: list[str] = []
+
+    def set_device(self, device: int) -> None:
+        assert device == 0
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_stream(self) -> SimpleNamespace:
+        return SimpleNamespace(synchronize=lambda: None)
+
+    def Stream(self) -> SimpleNamespace:  # torch's name
+        return SimpleNamespace(synchronize=lambda: None)
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        assert stream is not None
+        yield
+
+    def Event(self) -> SimulatedEvent:
+        return SimulatedEvent(self)
+
+
+class SimulatedEvent:
+    """Complete unless the device was busy when it was recorded, and still is."""
+
+    def __init__(self, npu: SimulatedNpu) -> None:
+        self._npu, self._held = npu, False
+
+    def record(self, stream: Any = None) -> None:  # noqa: ARG002
+        self._held = self._npu.busy
+
+    def query(self) -> bool:
+        return not (self._held and self._npu.busy)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
+    return (x.float() * scale).to(x.dtype) * weight, scale
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """npu_rotary_mul: pairs are the two halves of the last dimension."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-high, low], dim=-1) * sin
+
+
+def interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """npu_interleave_rope: pairs are neighbours, and come out as halves."""
+    halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return rotate(halves, cos, sin)
+
+
+def scatter_nd_update(rows: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
+    """In place; negative indices, which pad a batch, are left out."""
+    where = indices.view(-1).long()
+    rows[where[where >= 0]] = updates[where >= 0]
+    return rows
+
+
+def rmsnorm_rope_cache(
+    kv: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor,
+    rope_cache: torch.Tensor, latent_cache: torch.Tensor, *, epsilon: float, cache_mode: str,
+) -> None:  # fmt: skip
+    """What upstream calls without the offload: norm, rope, and a paged write."""
+    assert cache_mode == "PA"
+    width = latent_cache.shape[-1]
+    latent = rms_norm(kv[..., :width], weight, epsilon)[0].view(len(kv), -1)
+    rope = interleave_rope(kv[..., width:], cos, sin).view(len(kv), -1)
+    for cache, rows in ((latent_cache, latent), (rope_cache, rope)):
+        scatter_nd_update(cache.view(-1, cache.shape[-1]), slots, rows)
+
+
+def transpose_batchmatmul(x: torch.Tensor, w: torch.Tensor, perm_x1: Any, perm_y: Any) -> torch.Tensor:
+    return torch.bmm(x.permute(perm_x1), w).permute(perm_y)
+
+
+def lightning_indexer(topk: int, log: list[Any]) -> Any:
+    """npu_lightning_indexer of a model that chooses ``topk`` tokens; ``log`` gets queries and weights."""
+
+    def choose(
+        *, query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor,
+        actual_seq_lengths_query: torch.Tensor, actual_seq_lengths_key: torch.Tensor,
+        block_table: torch.Tensor, layout_query: str, layout_key: str, sparse_count: int, sparse_mode: int,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        assert (layout_query, layout_key, sparse_count, sparse_mode) == ("TND", "PA_BSND", 2048, 3)
+        log.append((query.clone(), weights.float().clone()))
+        out = torch.full((len(query), 1, topk), 7777, dtype=torch.int32)  # behind a context: anything
+        start = 0
+        for n, (stop, length) in enumerate(
+            zip(actual_seq_lengths_query.tolist(), actual_seq_lengths_key.tolist(), strict=True)
+        ):
+            blocks = block_table[n, : -(-length // key.shape[1])].long()
+            keys = key[blocks].flatten(0, 1)[:length].squeeze(1)
+            chosen = torch.empty((stop - start, topk), dtype=torch.int32)
+            scores = indexer_scores(query[start:stop], weights[start:stop].float(), keys)
+            select_topk(scores, length - (stop - start), topk, chosen)
+            out[start:stop, 0] = chosen.masked_fill(chosen < 0, 7777 if n % 2 else -1)
+            start = stop
+        return out, None
+
+    return choose
+
+
+def sparse_flash_attention(
+    *, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sparse_indices: torch.Tensor,
+    scale_value: float, sparse_block_size: int, block_table: torch.Tensor,
+    actual_seq_lengths_query: torch.Tensor, actual_seq_lengths_kv: torch.Tensor, query_rope: torch.Tensor,
+    key_rope: torch.Tensor, layout_query: str, layout_kv: str, sparse_mode: int, attention_mode: int,
+    return_softmax_lse: bool,
+) -> torch.Tensor:  # fmt: skip
+    """npu_sparse_flash_attention over pages, with the causal mask of sparse_mode 3."""
+    assert value is key
+    assert (sparse_block_size, layout_query, layout_kv) == (1, "TND", "PA_BSND")
+    assert (sparse_mode, attention_mode, return_softmax_lse) == (3, 2, False)
+    for tensor in (key, key_rope, sparse_indices, block_table):
+        assert tensor.is_contiguous()
+    assert sparse_indices.dtype == block_table.dtype == torch.int32
+    rows = torch.cat([key.flatten(0, 2), key_rope.flatten(0, 2)], dim=-1)
+    ends = actual_seq_lengths_query.long()
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    owner = torch.repeat_interleave(torch.arange(len(ends)), ends - starts)
+    used = len(owner)  # what follows is padding
+    assert used <= len(query)
+    within = torch.arange(len(owner)) - starts[owner]
+    limits = actual_seq_lengths_kv.long()[owner] - (ends - starts)[owner] + within + 1
+    ids = sparse_indices[:used].squeeze(1).long()
+    ids = ids.masked_fill(ids >= limits.unsqueeze(1), -1)
+    pages = block_table.long()[owner].gather(1, ids.clamp(min=0) // key.shape[1])
+    where = (pages * key.shape[1] + ids.clamp(min=0) % key.shape[1]).masked_fill(ids < 0, -1)
+    queries = torch.cat([query[:used], query_rope[:used]], dim=-1)
+    out = torch.zeros(query.shape)
+    out[:used] = sparse_mla_attend(queries, rows, where, scale_value, key.shape[-1])
+    return out
+
+
+def sparse_copy(
+    sources: torch.Tensor, targets: torch.Tensor, lengths: torch.Tensor, count: torch.Tensor, device: Any
+) -> int:
+    """memfabric_hybrid.offload.sparse_copy, by address."""
+    assert device is not None
+    assert (sources.dtype, lengths.dtype, count.dtype) == (torch.int64, torch.int32, torch.int32)
+    rows = zip(sources.tolist(), targets.tolist(), lengths.tolist(), strict=True)
+    for number, (source, target, length) in enumerate(rows):
+        if number < int(count):
+            ctypes.memmove(target, source, length)
+    return 0
+
+
+def serve_rows(
+    host: list[int], host_blocks: int, block_size: int, hot: list[torch.Tensor], new_rows: list[torch.Tensor],
+    block_table: torch.Tensor, query_start_loc: torch.Tensor, rows: torch.Tensor, miss_ids: torch.Tensor,
+    miss_slots: torch.Tensor, miss_counts: torch.Tensor, new_slots: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """torch.ops.kvoffload.dsa_serve_rows, as csrc/ascendc/torch declares it."""
+    assert len(query_start_loc) == len(rows) + 1
+    assert not len(new_slots)
+    assert not any(map(len, new_rows))
+    for n, row in enumerate(rows.tolist()):
+        for place in range(int(miss_counts[n]) if row >= 0 else 0):
+            token, slot = int(miss_ids[n, place]), int(miss_slots[n, place])
+            block = int(block_table[n, token // block_size])
+            assert 0 <= block < host_blocks
+            for base, pool in zip(host, hot, strict=True):
+                width = pool.shape[-1]
+                source = base + (block * block_size + token % block_size) * width
+                ctypes.memmove(pool[row, slot].data_ptr(), source, width)
+    return torch.zeros((1, 8), dtype=torch.int64)
+
+
+def install(monkeypatch: Any, topk: int, log: list[Any]) -> None:
+    """Puts the stand-ins where vllm_ascend.attention.sfa_v1 and device_op look for them."""
+    import torch_npu
+    from vllm_ascend.attention import sfa_v1
+
+    stand_ins = {
+        "npu_rms_norm": rms_norm,
+        "npu_rotary_mul": rotate,
+        "npu_interleave_rope": interleave_rope,
+        "npu_scatter_nd_update_": scatter_nd_update,
+        "npu_kv_rmsnorm_rope_cache": rmsnorm_rope_cache,
+        "npu_transpose_batchmatmul": transpose_batchmatmul,
+        "npu_lightning_indexer": lightning_indexer(topk, log),
+    }
+    for name, function in stand_ins.items():
+        monkeypatch.setattr(torch_npu, name, function)
+    monkeypatch.setattr(
+        torch.ops._C_ascend, "npu_sparse_flash_attention", sparse_flash_attention, raising=False
+    )
+    config = SimpleNamespace(c8_enable_reshape_optim=False)
+    monkeypatch.setattr(sfa_v1, "get_ascend_config", lambda: config)
+    prefetch = SimpleNamespace(maybe_prefetch_mla_or_sla_weight_in_current_stream=lambda **_: None)
+    monkeypatch.setattr(sfa_v1, "get_weight_prefetch_method", lambda: prefetch)
+    monkeypatch.setattr(sfa_v1, "HAS_TRITON", False)

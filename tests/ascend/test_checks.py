@@ -1,0 +1,208 @@
+"""Start-up refusals of the Ascend platform, one line each; version range and symbol table without
+vllm-ascend.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_kvoffload.config import ConfigError
+from vllm_kvoffload.platforms.ascend import checks, symbols
+from vllm_kvoffload.platforms.ascend.caches import LayerCache, connector_entries, layer_caches
+from vllm_kvoffload.platforms.refusal import StartupRefusedError
+
+HF = {
+    "num_hidden_layers": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2048,
+    "index_head_dim": 128, "model_type": "deepseek_v32", "num_nextn_predict_layers": 1,
+}  # fmt: skip
+MEMFABRIC = {"transfer_backend": "memfabric"}
+DECODE = {"kv_connector": "SfaRemoteD2HConnector", "kv_role": "kv_consumer", "extra": MEMFABRIC}
+PREFILL = {"kv_connector": "SfaRemoteD2HConnector", "kv_role": "kv_producer", "extra": MEMFABRIC}
+STORE = {"use_layerwise": True, "layerwise_num_shared_buffers": 3}
+
+
+def engine(**changes: Any) -> Any:
+    """A decode engine's configuration, as far as the checks look at it."""
+    given: dict[str, Any] = {
+        "additional": {"sparse_kv_offload_config": {"enabled": True, "topk_buffer_size": 4096}},
+        "transfer": DECODE, "pp": 1, "pcp": 1, "dcp": 1, "v2": False, "eager": True, "mode": "NONE",
+        "block_size": 128, "hybrid": False, "hf": HF, "speculative": None, **changes,
+    }  # fmt: skip
+    transfer = given["transfer"]
+    if transfer is not None:
+        transfer = SimpleNamespace(
+            kv_connector=transfer["kv_connector"], kv_role=transfer["kv_role"], kv_port=20050,
+            kv_connector_extra_config=transfer["extra"],
+        )  # fmt: skip
+    return SimpleNamespace(
+        additional_config=given["additional"],
+        kv_transfer_config=transfer,
+        model_config=SimpleNamespace(
+            hf_text_config=SimpleNamespace(**given["hf"]), dtype=torch.bfloat16, enable_sleep_mode=False,
+            enforce_eager=given["eager"], is_hybrid=given["hybrid"], max_model_len=4096,
+        ),
+        cache_config=SimpleNamespace(block_size=given["block_size"], cache_dtype="bfloat16"),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=given["pp"], prefill_context_parallel_size=given["pcp"],
+            decode_context_parallel_size=given["dcp"], data_parallel_size=1, tensor_parallel_size=1,
+        ),
+        speculative_config=given["speculative"],
+        use_v2_model_runner=given["v2"],
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name=given["mode"])),
+    )  # fmt: skip
+
+
+def with_options(**options: Any) -> dict[str, Any]:
+    section = {"enabled": True, "topk_buffer_size": 4096, **options}
+    return {"sparse_kv_offload_config": section}
+
+
+def beside(**others: Any) -> dict[str, Any]:
+    return {**with_options(), **others}
+
+
+REFUSED = [
+    ({"pcp": 2}, "prefill_context_parallel_size"),
+    ({"dcp": 2}, "decode_context_parallel_size"),
+    ({"pp": 2}, "pipeline_parallel_size"),
+    ({"additional": beside(enable_dsa_cp=True)}, "dsa_context_parallel"),
+    ({"hybrid": True}, "hybrid KV cache"),
+    ({"hf": {**HF, "compress_ratios": [1, 4]}}, "compress"),
+    ({"additional": beside(enable_sparse_sfa_c8=True)}, "enable_sparse_sfa_c8"),
+    ({"v2": True}, "VLLM_USE_V2_MODEL_RUNNER"),
+    ({"eager": False, "mode": "FULL_DECODE_ONLY"}, "cudagraph_mode"),
+    ({"eager": False, "mode": "FULL_AND_PIECEWISE"}, "cudagraph_mode"),
+    ({"transfer": PREFILL}, "kv_role=kv_producer"),
+    ({"additional": {}}, "pulls into the host pool"),
+    ({"block_size": 64}, "block_size"),
+    ({"additional": with_options(delivery="compact")}, "delivery"),
+    ({"additional": with_options(keep_device_kv_cache=True)}, "keep_device_kv_cache"),
+    ({"additional": beside(xlite_graph_config={"enabled": True})}, "xlite"),
+    ({"hf": {**HF, "index_topk": 1024}}, "index_topk"),
+    ({"hf": {k: v for k, v in HF.items() if k != "index_topk"}}, "index_topk"),
+    ({"transfer": {**DECODE, "extra": {}}}, "transfer_backend"),
+    ({"transfer": {**DECODE, "extra": {"transfer_backend": "nixl"}}}, "does not work on npu"),
+    (
+        {"speculative": SimpleNamespace(num_speculative_tokens=1, method="eagle3")},
+        "speculative_config.method",
+    ),
+    (
+        {
+            "additional": {}, "eager": False, "mode": "PIECEWISE",
+            "transfer": {"kv_connector": "AscendStoreConnector", "kv_role": "kv_producer", "extra": STORE},
+        },
+        "layerwise_num_shared_buffers",
+    ),
+    (
+        {
+            "additional": {}, "eager": False, "mode": "PIECEWISE",
+            "transfer": {
+                "kv_connector": "MultiConnector", "kv_role": "kv_producer",
+                "extra": {"connectors": [
+                    {"kv_connector": "SfaRemoteD2HConnector"},
+                    {"kv_connector": "AscendStoreConnector", "kv_connector_extra_config": STORE},
+                ]},
+            },
+        },
+        "layerwise_num_shared_buffers",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), REFUSED, ids=[f"{n}-{named}" for n, (_, named) in enumerate(REFUSED)]
+)
+def test_refused_in_one_line(change: dict[str, Any], named: str) -> None:
+    config = engine(**change)
+    with pytest.raises(ConfigError) as caught:
+        checks.check_ascend(config, getattr(config.model_config.hf_text_config, "index_topk", None))
+    line = str(caught.value)
+    assert named in line
+    assert "Fix: " in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"transfer": None},
+        {"eager": False, "mode": "PIECEWISE"},
+        {"transfer": PREFILL, "additional": {}},
+        {"transfer": PREFILL, "additional": {}, "eager": False, "mode": "FULL"},
+        {"additional": beside(enable_sparse_li_c8=True)},
+        {"speculative": SimpleNamespace(num_speculative_tokens=1, method="mtp")},
+    ],
+    ids=str,
+)
+def test_accepted(change: dict[str, Any]) -> None:
+    config = engine(**change)
+    checks.check_ascend(config, 2048)
+
+
+def test_quantised_indexer_keys_are_a_layout_of_their_own() -> None:
+    plain, quantised = engine(), engine(additional=beside(enable_sparse_li_c8=True))
+    assert checks.ascend_geometry(plain).indexer_row_bytes == 256
+    assert checks.ascend_geometry(quantised).indexer_row_bytes == 130
+    assert [c.row_bytes for c in checks.ascend_geometry(plain).main_components] == [1024, 128]
+
+
+@pytest.mark.parametrize("version", ["0.23.0", "0.23.0.post1", "0.23.1"])
+def test_versions_that_work(version: str) -> None:
+    symbols.check_version(version)
+
+
+@pytest.mark.parametrize(
+    ("version", "side"), [("0.22.1rc1", "old"), ("0.18.0", "old"), ("0.24.0rc1", "new"), ("1.0.0", "new")]
+)
+def test_versions_that_do_not(version: str, side: str) -> None:
+    with pytest.raises(StartupRefusedError, match=rf"too {side}.*install vllm-ascend==0\.23\.0\.post1"):
+        symbols.check_version(version)
+
+
+def test_a_symbol_of_a_package_that_is_not_there_is_named() -> None:
+    missing = symbols.Symbol("no_such_package.module", "Class.method", "a test")
+    assert symbols.find_problem(missing).startswith("no_such_package.module can't be imported")
+    assert (
+        symbols.find_problem(symbols.Symbol("json", "loads_fast", "a test")) == "json.loads_fast is missing"
+    )
+
+
+def test_every_symbol_says_why() -> None:
+    assert all(symbol.reason for symbol in symbols.SYMBOLS)
+    assert len({symbol.path for symbol in symbols.SYMBOLS}) == len(symbols.SYMBOLS)
+
+
+# ---------------------------------------------------------------------------------------------- cache entries
+
+MAIN = "model.layers.3.self_attn.attn"
+INDEXER = "model.layers.3.self_attn.indexer.k_cache"
+
+
+def tensors(count: int) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.full((1,), n) for n in range(count))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_combined_and_split_entries_become_the_same(count: int) -> None:
+    parts = tensors(count)
+    combined = layer_caches({MAIN: parts})
+    apart = {MAIN: parts[:2], **({INDEXER: parts[2:]} if count > 2 else {})}
+    assert combined == layer_caches(apart) == {MAIN: LayerCache(parts[:2], parts[2:])}
+    assert combined[MAIN].combined == parts
+    assert connector_entries(combined) == apart
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [{MAIN: tensors(1)}, {MAIN: tensors(5)}, {INDEXER: tensors(1)}, {MAIN: tensors(3), INDEXER: tensors(1)}],
+    ids=["one tensor", "five", "indexer alone", "indexer twice"],
+)
+def test_other_entries_are_refused(entries: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"model\.layers\.3"):
+        layer_caches(entries)

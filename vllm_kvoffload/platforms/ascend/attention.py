@@ -1,0 +1,254 @@
+"""Sparse attention of vllm-ascend over whatever :class:`LayerKV` the runner bound to the layer.
+
+Upstream's forward stays: projections, indexer with its device cache, the attention operator. Two of its
+methods change. `exec_kv` hands new rows to the offload instead of writing a paged cache; the attention
+process reads hot pool or prefill buffer instead of one. The operator wants paged keys, a block table and
+positions: a pool's row is a short request of its own whose positions are slots, and each query token asks
+it alone, so that no causal mask cuts slots off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch_npu
+from vllm_ascend.attention.sfa_v1 import (
+    AscendSFABackend,
+    AscendSFAImpl,
+    AscendSFAMetadata,
+    AscendSFAMetadataBuilder,
+)
+from vllm_ascend.device.device_op import DeviceOperator
+
+from vllm_kvoffload.platforms.ascend.rows import SplitRows
+from vllm_kvoffload.platforms.engine import offload_config
+from vllm_kvoffload.sparse.step import AttendPart, LayerKV, StepBatch
+
+if TYPE_CHECKING:
+    from vllm_kvoffload.platforms.ascend.offload import AscendOffload
+
+
+@dataclass
+class KVOffloadSFAMetadata(AscendSFAMetadata):
+    """Upstream's metadata and the step as the offload sees it.
+
+    batch: in host memory. causal_ends: int32 [T] on the device, end of the positions a query token may
+    attend to.
+    """
+
+    batch: StepBatch | None = None
+    causal_ends: torch.Tensor | None = None
+
+
+class KVOffloadSFAMetadataBuilder(AscendSFAMetadataBuilder):
+    """Builds :class:`KVOffloadSFAMetadata`, for target and draft passes."""
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+        metadata_cls: type[AscendSFAMetadata] | None = None,
+        supports_dcp_with_varlen: bool = False,
+    ) -> None:
+        super().__init__(
+            kv_cache_spec,
+            layer_names,
+            vllm_config,
+            device,
+            metadata_cls or KVOffloadSFAMetadata,
+            supports_dcp_with_varlen,
+        )
+
+    def _build(self, common_attn_metadata: Any, draft_index: int | None = None) -> KVOffloadSFAMetadata:
+        metadata: KVOffloadSFAMetadata = super()._build(common_attn_metadata, draft_index)
+        batch = step_batch(common_attn_metadata, self.kernel_block_size)
+        ends = np.repeat(batch.computed - batch.query_start_loc[:-1] + 1, batch.query_lens)
+        ends += np.arange(len(ends), dtype=ends.dtype)
+        metadata.batch = batch
+        metadata.causal_ends = torch.from_numpy(ends.astype(np.int32)).to(metadata.slot_mapping.device)
+        return metadata
+
+
+def step_batch(common: Any, block_size: int) -> StepBatch:
+    """A step, without padding, from upstream's common metadata.
+
+    Lengths come from the device: with drafts, those that upstream keeps in host memory may be too high. Plans
+    are made on the host, so that it waits here for what the step's inputs depend on.
+    """
+    tokens = int(common.num_actual_tokens)
+    starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
+    requests = int(np.searchsorted(starts[:-1], tokens, side="left"))  # behind them is padding
+    return StepBatch(
+        query_start_loc=starts[: requests + 1].astype(np.int32),
+        seq_lens=common.seq_lens[:requests].cpu().numpy().astype(np.int32),
+        block_table=common.block_table_tensor[:requests].cpu(),
+        slot_mapping=common.slot_mapping[:tokens].cpu().long(),
+        block_size=block_size,
+    )
+
+
+class KVOffloadSFAImpl(AscendSFAImpl):
+    """Upstream's attention over the offload. Without an offload bound to it, it is upstream's."""
+
+    kv: LayerKV | None = None
+    offload: AscendOffload | None = None
+    layer_index: int = -1
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        if offload_config(self.vllm_config) is not None:
+            # Both write new rows into a paged main cache, which there is none of, and drop the weights that
+            # the unfused way needs.
+            self.enable_mlapo = False
+            self.enable_sfa_prolog_v3 = False
+        super().process_weights_after_loading(act_dtype)
+
+    def forward(
+        self,
+        layer_name: str,
+        hidden_states: torch.Tensor,
+        kv_cache: tuple[torch.Tensor, ...],
+        attn_metadata: Any,
+        need_gather_q_kv: bool = False,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if attn_metadata is not None and self.offload is not None:
+            self.offload.enter(self.layer_index, attn_metadata)
+        result: torch.Tensor = super().forward(
+            layer_name, hidden_states, kv_cache, attn_metadata, need_gather_q_kv, output
+        )
+        return result
+
+    def exec_kv(
+        self,
+        kv_no_split: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        kv_cache: tuple[torch.Tensor, ...],
+        slots: torch.Tensor,
+        attn_metadata: Any,
+    ) -> Any:
+        if self.kv is None:
+            return super().exec_kv(kv_no_split, cos, sin, kv_cache, slots, attn_metadata)
+        assert self.kv_a_layernorm is not None
+        latent, rope = torch.split(kv_no_split, [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        norm = self.kv_a_layernorm
+        latent = torch_npu.npu_rms_norm(latent.contiguous(), norm.weight, epsilon=norm.variance_epsilon)[0]
+        rope = self.rope_single(rope.contiguous().unsqueeze(1), cos, sin).squeeze(1)
+        batch = attn_metadata.batch
+        tokens = len(batch.slot_mapping)
+        self.kv.append(SplitRows([latent[:tokens], rope[:tokens].contiguous()]), batch.slot_mapping)
+        return None, None
+
+    def _execute_sparse_flash_attention_process(
+        self,
+        ql_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        kv_cache: tuple[torch.Tensor, ...],
+        topk_indices: torch.Tensor,
+        attn_metadata: Any,
+        actual_seq_lengths_query: torch.Tensor,
+        actual_seq_lengths_key: torch.Tensor,
+    ) -> torch.Tensor:
+        if self.kv is None:
+            result: torch.Tensor = super()._execute_sparse_flash_attention_process(
+                ql_nope,
+                q_pe,
+                kv_cache,
+                topk_indices,
+                attn_metadata,
+                actual_seq_lengths_query,
+                actual_seq_lengths_key,
+            )
+            return result
+        batch, ends = attn_metadata.batch, attn_metadata.causal_ends
+        topk = topk_indices.view(topk_indices.shape[0], -1)[: len(ends)]
+        # What the indexer leaves behind a short context is not specified.
+        topk = topk.masked_fill((topk < 0) | (topk >= ends.unsqueeze(1)), -1)
+        out = torch.zeros_like(ql_nope, memory_format=torch.contiguous_format)
+        for part in self.kv.parts(topk, batch):
+            tokens = part.tokens.to(out.device)
+            queries = (ql_nope.index_select(0, tokens), q_pe.index_select(0, tokens))
+            out[tokens] = self._attend(*queries, part, batch.block_size, attn_metadata)
+        return out
+
+    def _attend(
+        self,
+        ql_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        part: AttendPart,
+        block_size: int,
+        attn_metadata: Any,
+    ) -> torch.Tensor:
+        device = ql_nope.device
+        pages = tuple(rows.view(-1, block_size, 1, rows.shape[-1]) for rows in part.rows.parts)
+        view = pool_view(part, self.offload_slots, block_size) if part.pool_rows is not None else None
+        view = view or request_view(part, block_size)
+        result: torch.Tensor = DeviceOperator.execute_sparse_flash_attention_process(
+            self,
+            ql_nope,
+            q_pe,
+            pages,
+            view.indices.to(device=device, dtype=torch.int32).unsqueeze(1),
+            attn_metadata,
+            view.query_ends.to(device),
+            view.key_lengths.to(device),
+            block_table=view.block_table.to(device),
+        )
+        return result
+
+    @property
+    def offload_slots(self) -> int:
+        """Slots of a row of the hot pools."""
+        assert self.offload is not None
+        return self.offload.manager.hot.num_slots
+
+
+@dataclass(frozen=True)
+class PagedView:
+    """Rows as the attention operator takes them, n requests with t query tokens.
+
+    indices: int [t, K] positions, -1 for none. query_ends, key_lengths: int32 [n]. block_table: int32 [n, B].
+    """
+
+    indices: torch.Tensor
+    query_ends: torch.Tensor
+    key_lengths: torch.Tensor
+    block_table: torch.Tensor
+
+
+def pool_view(part: AttendPart, slots: int, block_size: int) -> PagedView:
+    """A hot pool: every query token is a request, whose positions are the slots of its row."""
+    assert part.pool_rows is not None
+    count, rows = len(part.tokens), part.pool_rows.unsqueeze(1)
+    indices = (part.indices - rows * slots).masked_fill(part.indices < 0, -1)
+    pages = torch.arange(slots // block_size, dtype=torch.int32)
+    return PagedView(
+        indices,
+        torch.arange(1, count + 1, dtype=torch.int32),
+        torch.full((count,), slots, dtype=torch.int32),
+        rows * len(pages) + pages,
+    )
+
+
+def request_view(part: AttendPart, block_size: int) -> PagedView:
+    """One request's rows by position, the query tokens being its last."""
+    pages = torch.arange(-(-part.length // block_size), dtype=torch.int32)
+    counts = torch.tensor([len(part.tokens), part.length], dtype=torch.int32)
+    return PagedView(part.indices, counts[:1], counts[1:], pages.unsqueeze(0))
+
+
+class KVOffloadSFABackend(AscendSFABackend):
+    """Upstream's backend with our classes. Context parallelism, which has others, is refused at start-up."""
+
+    @staticmethod
+    def get_impl_cls() -> type[KVOffloadSFAImpl]:
+        return KVOffloadSFAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[KVOffloadSFAMetadataBuilder]:
+        return KVOffloadSFAMetadataBuilder

@@ -1,0 +1,158 @@
+"""The host pool's memory on Ascend: MemFabric's where it is there, which devices and peers reach by address.
+
+Without MemFabric's offload module the pool is the same shared-memory segment as on CPU. Then rows go through
+torch, or are mapped for the AscendC kernels; decode engines that pull KV from prefill can't do without it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+
+from vllm_kvoffload.config import GIB
+from vllm_kvoffload.platforms.ascend.rows import SplitRows
+from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
+from vllm_kvoffload.sparse.segment import align_up
+
+ALIGNMENT = 2 << 20
+
+
+class RankGroup(Protocol):
+    """What is needed of vLLM's TP group."""
+
+    rank_in_group: int
+    world_size: int
+
+    def broadcast_object(self, obj: Any, src: int) -> Any: ...
+
+
+class HostMemory(Protocol):
+    """A host pool in this process."""
+
+    layers: list[SplitRows]
+    total_bytes: int
+
+    def close(self) -> None: ...
+
+
+def load_offload() -> Any:
+    """`memfabric_hybrid.offload`. Raises ImportError or OSError: not installed, too old, or CANN is
+    missing.
+    """
+    return import_module("memfabric_hybrid.offload")
+
+
+def tensor_at(address: int, nbytes: int) -> torch.Tensor:
+    """uint8 [nbytes] over memory that is somebody else's and must outlive it."""
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def _layer(layout: HostPoolLayout, base: int) -> SplitRows:
+    """A layer whose components follow one another from ``base`` on, each aligned."""
+    parts, addresses = [], []
+    for component, (_, row_bytes) in enumerate(layout.components):
+        nbytes = layout.component_bytes(component)
+        shape = (layout.num_blocks, layout.block_size, row_bytes)
+        parts.append(tensor_at(base, nbytes).view(shape))
+        addresses.append(base)
+        base += align_up(nbytes)
+    return SplitRows(parts, addresses)
+
+
+class MemfabricMemory:
+    """A pool that rank 0 allocates in MemFabric's global address space, and all ranks see at one address.
+
+    Args:
+        offload: MemFabric's module. device: index of this process's NPU.
+
+    Raises:
+        RuntimeError: MemFabric can't be started, or has not enough memory.
+    """
+
+    def __init__(
+        self, offload: Any, layout: HostPoolLayout, group: RankGroup, device: int, barrier: Callable[[], None]
+    ) -> None:
+        self._offload = offload
+        layer_bytes = layout.total_bytes // layout.num_layers + ALIGNMENT
+        self.total_bytes = -(-layout.num_layers * layer_bytes // GIB) * GIB
+        owner = group.rank_in_group == 0
+        config = offload.OffloadConfig()
+        config.device_id = device
+        config.reserve_size = self.total_bytes
+        config.alloc_size = self.total_bytes if owner else 0
+        config.world_size = group.world_size
+        config.rank_id = group.rank_in_group
+        config.scene = offload.Scene.SHARED
+        code = offload.initialize(config)
+        if code != 0:
+            raise RuntimeError(
+                f"memfabric_hybrid.offload.initialize returned {code} for a host pool of "
+                f"{self.total_bytes >> 30} GiB: are there enough huge pages (kvoffload doctor)?"
+            )
+        barrier()
+        self._memory: list[torch.Tensor] = []
+        bases: list[int] = []
+        if owner:
+            for _ in range(layout.num_layers):
+                memory = offload.empty((layer_bytes,), dtype=torch.int8, pin_memory=True)
+                self._memory.append(memory)
+                bases.append(-(-memory.data_ptr() // ALIGNMENT) * ALIGNMENT)
+        if group.world_size > 1:
+            bases = group.broadcast_object(bases, src=0)
+        self.layers = [_layer(layout, base) for base in bases]
+
+    def close(self) -> None:
+        self.layers.clear()
+        self._memory.clear()
+        self._offload.uninitialize()
+
+
+class SegmentMemory:
+    """The shared-memory segment of the CPU platform.
+
+    Args:
+        register: host_register(address, nbytes) -> address for the device; None where no kernel reads it.
+        unregister: host_unregister(address).
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        register: Callable[[int, int], int] | None = None,
+        unregister: Callable[[int], object] | None = None,
+    ) -> None:
+        self._pool = pool
+        self._unregister = unregister
+        self._mapped = []
+        self.total_bytes = pool.layout.total_bytes
+        moved: list[tuple[int, int, int]] = []
+        if register is not None:
+            for start, nbytes in pool.chunks():
+                self._mapped.append(start)
+                moved.append((start, nbytes, register(start, nbytes)))
+        self.layers = []
+        for layer in range(pool.layout.num_layers):
+            parts = list(pool.layer(layer).values())
+            self.layers.append(SplitRows(parts, [_device_address(part, moved) for part in parts]))
+
+    def close(self) -> None:
+        self.layers.clear()
+        if self._unregister is not None:
+            for start in self._mapped:
+                self._unregister(start)
+        self._pool.close()
+
+
+def _device_address(part: torch.Tensor, moved: list[tuple[int, int, int]]) -> int:
+    """Where the device reads a tensor of the pool; its own address when nothing was mapped."""
+    address = part.data_ptr()
+    if not moved:
+        return address
+    for start, nbytes, mapped in moved:
+        if start <= address and address + part.numel() <= start + nbytes:
+            return mapped + address - start
+    raise RuntimeError("a layer of the host pool was not mapped in one piece: use MemFabric, or fewer blocks")

@@ -1,0 +1,252 @@
+"""Puts the sparse decode offload together for one NPU worker: host pool, runtime, manager, counters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed import get_tp_group
+
+from vllm_kvoffload.config import ConfigError, SparseOffloadConfig
+from vllm_kvoffload.geometry import KVGeometry
+from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.metrics import OFFLOAD, StatsChannel
+from vllm_kvoffload.platforms.ascend.checks import ascend_geometry
+from vllm_kvoffload.platforms.ascend.host_memory import (
+    HostMemory,
+    MemfabricMemory,
+    RankGroup,
+    SegmentMemory,
+    load_offload,
+)
+from vllm_kvoffload.platforms.ascend.rows import KernelRows, PortableRows, SparseCopyRows, SplitRows
+from vllm_kvoffload.platforms.engine import prefill_buffers
+from vllm_kvoffload.platforms.parts import open_recorder, rank_barrier
+from vllm_kvoffload.runtime.npu import NpuRuntime
+from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
+from vllm_kvoffload.sparse.manager import SparseKVManager
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = get_logger(__name__)
+
+KERNELS_ENV = "KVOFFLOAD_ASCEND_OPS"
+"""Path of libkvoffload_ascend.so, which docs/ascend-build.md says how to build."""
+
+
+def load_kernels() -> Any:
+    """torch.ops.kvoffload with the AscendC kernels, None where they were not built.
+
+    Raises ConfigError: KVOFFLOAD_ASCEND_OPS names a library that isn't there or doesn't load.
+    """
+    path = os.environ.get(KERNELS_ENV, "")
+    if not path:
+        return None
+    if not Path(path).is_file():
+        raise ConfigError(
+            KERNELS_ENV, path, "no such file", "build it, see docs/ascend-build.md, or unset it"
+        )
+    try:
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    except OSError as error:
+        fix = "build it against the CANN and torch_npu that are installed, or unset it"
+        raise ConfigError(KERNELS_ENV, path, f"does not load: {error}", fix) from error
+    return torch.ops.kvoffload
+
+
+class AscendOffload:
+    """One worker's offload: everything it owns is freed by :meth:`close`.
+
+    Args:
+        num_blocks: KV blocks the scheduler hands out. device: this worker's NPU.
+        req_ids: says the batch's request ids, in its order.
+        npu: torch.npu; scatter: torch_npu.npu_scatter_nd_update_.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        config: SparseOffloadConfig,
+        num_blocks: int,
+        device: torch.device,
+        req_ids: Callable[[], Sequence[str]],
+        npu: Any,
+        scatter: Any,
+    ) -> None:
+        self.geometry = geometry = ascend_geometry(vllm_config)
+        group = get_tp_group()
+        barrier = rank_barrier(group.cpu_group) if group.world_size > 1 else None
+        self._req_ids = req_ids
+        self._target: object = None
+        self._draft: object = None
+        self._drafts = 0
+        dtype = vllm_config.model_config.dtype
+        assert isinstance(dtype, torch.dtype)
+        self._dtype = dtype
+        block_size = vllm_config.cache_config.block_size
+        components = tuple((c.name, c.row_bytes) for c in geometry.main_components)
+        layout = HostPoolLayout(geometry.num_layers, num_blocks, block_size, components)
+        parts = open_parts(
+            layout,
+            config,
+            group,
+            barrier,
+            device=device,
+            dtype=self._dtype,
+            scatter=scatter,
+            pulls=vllm_config.kv_transfer_config is not None,
+        )
+        self._memory, row_ops = parts
+        self._recorder = open_recorder(vllm_config, config, geometry) if group.rank_in_group == 0 else None
+        self._runtime = NpuRuntime(npu, device.index or 0)
+        self.manager = SparseKVManager(
+            geometry,
+            config,
+            max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+            max_model_len=vllm_config.model_config.max_model_len,
+            prefill_buffers=prefill_buffers(config),
+            host_layers=list(self._memory.layers),
+            block_size=block_size,
+            runtime=self._runtime,
+            writer=group.rank_in_group == 0,
+            barrier=barrier,
+            recorder=self._recorder,
+            row_ops=row_ops,
+        )
+        dp_rank = vllm_config.parallel_config.data_parallel_index
+        self._channel = StatsChannel(OFFLOAD, vllm_config.instance_id, dp_rank, group.rank_in_group)
+        self._publish_sizes(geometry, num_blocks, block_size)
+
+    def _publish_sizes(self, geometry: KVGeometry, num_blocks: int, block_size: int) -> None:
+        tokens = num_blocks * block_size
+        indexer_bytes = tokens * geometry.indexer_bytes_per_token
+        self._channel.publish(
+            {
+                "device_bytes": self.manager.device_bytes + indexer_bytes,
+                "device_bytes_without_offload": tokens * geometry.bytes_per_token,
+                "host_pool_bytes": self._memory.total_bytes,
+                "kv_blocks": num_blocks,
+            }
+        )
+
+    def host_cache(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """The whole main KV of a layer in host memory: latent and rope, [num_blocks, block_size, 1, D]."""
+        return tuple(part.view(self._dtype).unsqueeze(2) for part in self._memory.layers[layer].parts)
+
+    def enter(self, layer: int, metadata: Any) -> None:
+        """A layer is about to run with these metadata: begins the step, or draft pass, that they are of.
+
+        Draft passes are prepared long before they run, so that only the layer can say when one begins.
+        """
+        batch = metadata.batch
+        if layer < self.geometry.num_target_layers:
+            if metadata is self._target:
+                return
+            self.manager.begin_step(batch.named(self._req_ids()[: batch.num_requests]))
+            self._target, self._draft, self._drafts = metadata, None, 0
+        elif metadata is not self._draft:
+            self.manager.begin_draft(batch.named(self._req_ids()[: batch.num_requests]), self._drafts)
+            self._draft = metadata
+            self._drafts += 1
+
+    def settle(self) -> None:
+        """Blocks are about to be filled from outside: waits for device and ranks, which may write to them."""
+        self._runtime.current_stream().synchronize()
+        self.manager.store.join()
+        self.manager.store.await_ranks()
+
+    def publish(self) -> None:
+        """Makes the counters so far visible in vLLM's metrics."""
+        manager = self.manager
+        self._channel.publish(manager.stats, live_rows=manager.rows.num_rows - manager.rows.num_free)
+
+    def close(self) -> None:
+        """Finishes what is in flight, stops the threads, frees the pool."""
+        self._channel.close()
+        if self._recorder is not None:
+            self._recorder.close()
+        try:
+            self._runtime.shutdown()
+        finally:
+            self._memory.close()
+
+
+def open_parts(
+    layout: HostPoolLayout,
+    config: SparseOffloadConfig,
+    group: RankGroup,
+    barrier: Callable[[], None] | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    scatter: Any,
+    pulls: bool,
+) -> tuple[HostMemory, PortableRows]:
+    """Host pool and the way its rows are moved: the best that this machine has.
+
+    pulls: KV comes from prefill engines, by MemFabric.
+
+    Raises:
+        ConfigError: MemFabric is needed and can't be used, or the pool is larger than it may be.
+    """
+    kernels = load_kernels()
+    row_bytes = tuple(n for _, n in layout.components)
+    basics = (row_bytes, dtype, device, scatter)
+    if layout.payload_bytes > config.dram_bytes:
+        rule = f"{layout.num_blocks} blocks need {layout.payload_bytes} bytes of host memory"
+        raise ConfigError(
+            "sparse_kv_offload_config.dram_size_per_dp_GB", config.dram_size_per_dp_GB, rule, "raise it"
+        )
+    try:
+        offload = load_offload()
+    except (ImportError, OSError) as error:
+        if pulls:
+            rule = (
+                f"decode's host pool must be MemFabric's memory, and its offload module is missing: {error}"
+            )
+            raise ConfigError(
+                "transfer_backend", "memfabric", rule, "install MemFabric Hybrid 1.2"
+            ) from error
+        offload = None
+    if offload is not None:
+        memory: HostMemory = MemfabricMemory(
+            offload, layout, group, device.index or 0, barrier or (lambda: None)
+        )
+        if kernels is not None:
+            return memory, KernelRows(*basics, kernels)
+        return memory, SparseCopyRows(*basics, offload.sparse_copy)
+    pool = open_segment(layout, config, group, barrier)
+    if kernels is not None:
+        memory = SegmentMemory(pool, kernels.host_register, kernels.host_unregister)
+        return memory, KernelRows(*basics, kernels)
+    logger.warning(
+        "Neither MemFabric's offload module nor the AscendC kernels (%s) are there: rows are moved by torch, "
+        "slowly. See docs/ascend.md.",
+        KERNELS_ENV,
+    )
+    return SegmentMemory(pool), PortableRows(*basics)
+
+
+def open_segment(
+    layout: HostPoolLayout, config: SparseOffloadConfig, group: RankGroup, barrier: Callable[[], None] | None
+) -> HostPool:
+    """The pool of the TP ranks as a shared-memory segment. Collective."""
+    pool = HostPool.create(layout, config.dram_bytes) if group.rank_in_group == 0 else None
+    if barrier is None:
+        assert pool is not None
+        pool.seal()
+        return pool
+    name = group.broadcast_object(pool.name if pool is not None else "", src=0)
+    if pool is None:
+        pool = HostPool.attach(name, layout)
+    barrier()
+    if pool.is_owner:
+        pool.seal()
+    return pool
+
+
+__all__ = ["AscendOffload", "SplitRows", "load_kernels", "open_parts", "open_segment"]

@@ -1,0 +1,136 @@
+"""NPU model runner: owns where the main KV lives, and tells the offload what happens to requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch_npu
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.worker.utils import bind_kv_cache
+from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
+
+from vllm_kvoffload.config import ConfigError, SparseOffloadConfig
+from vllm_kvoffload.platforms.ascend.attention import KVOffloadSFAImpl
+from vllm_kvoffload.platforms.ascend.caches import LayerCache, connector_entries, layer_caches
+from vllm_kvoffload.platforms.ascend.checks import uses_our_connector
+from vllm_kvoffload.platforms.ascend.offload import AscendOffload
+from vllm_kvoffload.platforms.engine import offload_config
+from vllm_kvoffload.platforms.refusal import refuse
+
+ALIGNMENT = 2 << 20
+
+
+class KVOffloadNPUModelRunner(NPUModelRunner):
+    """vllm-ascend's runner. With offload, the only cache tensors on the device are the indexers'."""
+
+    offload: AscendOffload | None = None
+
+    def initialize_kv_cache_tensors(self, kv_cache_config: Any) -> dict[str, Any]:
+        """Allocates and binds the caches; returns them as connectors register them."""
+        config = offload_config(self.vllm_config)
+        if config is not None:
+            return connector_entries(self._initialize_offload(config, kv_cache_config))
+        caches: dict[str, Any] = super().initialize_kv_cache_tensors(kv_cache_config)
+        if uses_our_connector(self.vllm_config):
+            return dict(connector_entries(layer_caches(caches)))
+        return caches
+
+    def _initialize_offload(self, config: SparseOffloadConfig, kv_cache_config: Any) -> dict[str, LayerCache]:
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            rule = "a hybrid KV cache is not supported by the offload"
+            groups = f"{len(kv_cache_config.kv_cache_groups)} groups"
+            refuse(ConfigError("KV cache", groups, rule, "serve this model without the offload"))
+        try:
+            self.offload = offload = AscendOffload(
+                self.vllm_config,
+                config,
+                kv_cache_config.num_blocks,
+                self.device,
+                lambda: self.input_batch.req_ids,
+                getattr(torch, "npu"),  # noqa: B009  # torch_npu adds it
+                torch_npu.npu_scatter_nd_update_,
+            )
+        except ConfigError as error:
+            refuse(error)
+        specs = self._get_layer_kv_cache_specs(kv_cache_config)
+        caches = {
+            name: LayerCache(
+                offload.host_cache(extract_layer_index(name)),
+                self._indexer_cache(spec, kv_cache_config.num_blocks),
+            )
+            for name, spec in specs.items()
+        }
+        context = self.compilation_config.static_forward_context
+        combined: dict[str, Any] = {name: cache.combined for name, cache in caches.items()}
+        bind_kv_cache(combined, context, self.kv_caches)
+        for name in caches:
+            bind_offload(context[name].impl, offload, extract_layer_index(name))
+        return caches
+
+    def _indexer_cache(self, spec: Any, num_blocks: int) -> tuple[torch.Tensor, ...]:
+        """Key cache, and scales where keys are quantised, [num_blocks, block_size, 1, D]; () without
+        indexer.
+        """
+        width = spec.sparse_head_dim[2]
+        if not width:
+            return ()
+        shape = (num_blocks, spec.block_size, spec.num_kv_heads)
+        count = num_blocks * spec.block_size * spec.num_kv_heads
+        if not spec.cache_sparse_li_c8:
+            size = count * width * spec.dtype.itemsize
+            keys = self._allocate_int8_cache_tensor(size, ALIGNMENT)
+            return (keys.view(spec.dtype).view(*shape, width),)
+        keys, scales = self._allocate_sparse_c8_indexer_tensors(
+            dsa_k_tensor_size=count * width * spec.c8_k_cache_dtype.itemsize,
+            dsa_k_scale_tensor_size=count * spec.c8_k_scale_cache_dtype.itemsize,
+            alignment=ALIGNMENT,
+            scale_dtype=spec.c8_k_scale_cache_dtype,
+        )
+        quantised = keys.view(spec.c8_k_cache_dtype).view(*shape, width)
+        return quantised, scales.view(spec.c8_k_scale_cache_dtype).view(*shape, 1)
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        if self.offload is not None:
+            manager = self.offload.manager
+            manager.release(scheduler_output.finished_req_ids)
+            manager.release(scheduler_output.preempted_req_ids or ())
+            if getattr(scheduler_output.kv_connector_metadata, "receives", None):
+                self.offload.settle()
+        return super()._update_states(scheduler_output)
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().execute_model(*args, **kwargs)
+        if self.offload is not None:
+            self.offload.publish()
+        return output
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)
+        if self.offload is not None:
+            self.offload.publish()
+        return output
+
+    def shutdown(self) -> None:
+        """Upstream's, then frees the pools."""
+        offload, self.offload = self.offload, None
+        if hasattr(super(), "shutdown"):
+            super().shutdown()
+        if offload is not None:
+            for layer in self.compilation_config.static_forward_context.values():
+                impl = getattr(layer, "impl", None)
+                if isinstance(impl, KVOffloadSFAImpl):
+                    impl.kv = impl.offload = None
+            offload.close()
+
+
+def bind_offload(impl: Any, offload: AscendOffload, layer: int) -> None:
+    """Lets a layer's attention work on the offload.
+
+    Raises TypeError: the layer was built with another backend than ours.
+    """
+    if not isinstance(impl, KVOffloadSFAImpl):
+        raise TypeError(f"layer {layer} has attention of {type(impl).__name__}, expected KVOffloadSFAImpl")
+    impl.kv = offload.manager.layer(layer)
+    impl.offload = offload
+    impl.layer_index = layer

@@ -1,0 +1,195 @@
+"""Every private name of vLLM and vllm-ascend that this package uses there, checked before it is used.
+
+One table: where it is, what it must look like, why we need it. A release that changed one is refused at
+start-up with its name instead of failing somewhere in a forward pass; the contract tests hold the table to
+the release.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import Any, Literal
+
+from vllm_kvoffload.config import ConfigError
+from vllm_kvoffload.platforms.refusal import refuse
+
+DISTRIBUTION = "vllm-ascend"
+OLDEST, TOO_NEW = (0, 23, 0), (0, 24)
+RELEASE = "0.23.0.post1"
+"""What the package was written against and is tested with."""
+
+Where = Literal["platform", "worker"]
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A name. `parameters`: those of a function, without self and cls, that must be there, in this order;
+    None for what isn't called or overridden. `fields`: of a dataclass, or attributes of a class.
+
+    `where`: checked when the platform is adopted, or in the worker, where vllm-ascend may be imported whole.
+    """
+
+    module: str
+    name: str
+    reason: str
+    parameters: tuple[str, ...] | None = None
+    fields: tuple[str, ...] = ()
+    where: Where = "worker"
+
+    @property
+    def path(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+_SFA = "vllm_ascend.attention.sfa_v1"
+_RUNNER = "vllm_ascend.worker.model_runner_v1"
+_WORKER = "vllm_ascend.worker.worker"
+
+SYMBOLS = (
+    Symbol(
+        "vllm_ascend.platform", "NPUPlatform.check_and_update_config",
+        "our checks, worker and connectors are chosen after it", ("vllm_config",), where="platform",
+    ),
+    Symbol(
+        "vllm_ascend.platform", "NPUPlatform.get_attn_backend_cls",
+        "our backend instead of AscendSFABackend",
+        ("selected_backend", "attn_selector_config", "num_heads"), where="platform",
+    ),
+    Symbol("vllm.config", "get_current_vllm_config_or_none", "whether the model built is offloaded", (),
+           where="platform"),
+    Symbol(_WORKER, "NPUWorker.init_device", "makes the model runner", ()),
+    Symbol(_WORKER, "NPUModelRunner", "the name by which init_device finds the runner's class"),
+    Symbol(_WORKER, "NPUWorker.determine_available_memory", "reports what the capacity formula found", ()),
+    Symbol(_WORKER, "NPUWorker.get_kv_cache_spec", "page sizes are compared with the geometry", ()),
+    Symbol(_RUNNER, "NPUModelRunner.initialize_kv_cache_tensors",
+           "host pool and hot pools instead of main cache tensors", ("kv_cache_config",)),
+    Symbol(_RUNNER, "NPUModelRunner._get_layer_kv_cache_specs", "the specs of a group by layer",
+           ("kv_cache_config",)),
+    Symbol(_RUNNER, "NPUModelRunner._allocate_int8_cache_tensor", "aligned indexer caches",
+           ("numel", "alignment")),
+    Symbol(_RUNNER, "NPUModelRunner._allocate_sparse_c8_indexer_tensors", "quantised indexer caches",
+           ("dsa_k_tensor_size", "dsa_k_scale_tensor_size", "alignment", "scale_dtype")),
+    Symbol(_RUNNER, "NPUModelRunner._update_states", "rows of finished requests are released",
+           ("scheduler_output",)),
+    Symbol(_RUNNER, "NPUModelRunner.execute_model", "counters are published after it",
+           ("scheduler_output",)),
+    Symbol(_RUNNER, "NPUModelRunner.sample_tokens", "counters are published after it", ("grammar_output",)),
+    Symbol("vllm.v1.worker.utils", "bind_kv_cache", "binds cache tuples to layers",
+           ("kv_caches", "forward_context", "runner_kv_caches")),
+    Symbol("vllm.model_executor.models.utils", "extract_layer_index", "layer numbers of cache names",
+           ("layer_name",)),
+    Symbol("vllm_ascend.core.kv_cache_interface", "AscendMLAAttentionSpec", "sizes of indexer caches",
+           fields=("sparse_head_dim", "cache_sparse_li_c8", "cache_sparse_sfa_c8", "c8_k_cache_dtype",
+                   "c8_k_scale_cache_dtype", "page_size_bytes")),
+    Symbol(_SFA, "AscendSFABackend.get_impl_cls", "our implementation", ()),
+    Symbol(_SFA, "AscendSFABackend.get_builder_cls", "our metadata builder", ()),
+    Symbol(_SFA, "AscendSFAMetadata", "extended by the step's batch",
+           fields=("slot_mapping", "cum_query_lens", "seq_lens", "block_table", "num_actual_tokens",
+                   "num_input_tokens", "attn_state")),
+    Symbol(_SFA, "AscendSFAMetadataBuilder.__init__", "takes our metadata class",
+           ("kv_cache_spec", "layer_names", "vllm_config", "device", "metadata_cls",
+            "supports_dcp_with_varlen")),
+    Symbol(_SFA, "AscendSFAMetadataBuilder._build", "adds the step's batch, for drafts too",
+           ("common_attn_metadata", "draft_index")),
+    Symbol(_SFA, "AscendSFAImpl.process_weights_after_loading", "fused preprocessing is switched off first",
+           ("act_dtype",)),
+    Symbol(_SFA, "AscendSFAImpl.forward", "begins the step at its first layer",
+           ("layer_name", "hidden_states", "kv_cache", "attn_metadata", "need_gather_q_kv", "output")),
+    Symbol(_SFA, "AscendSFAImpl.exec_kv", "new rows go to the offload instead of a paged cache",
+           ("kv_no_split", "cos", "sin", "kv_cache", "slots", "attn_metadata")),
+    Symbol(_SFA, "AscendSFAImpl.rope_single", "interleaved rope of the new rows", ("x", "cos", "sin")),
+    Symbol(_SFA, "AscendSFAImpl._execute_sparse_flash_attention_process",
+           "reads hot pool or prefill buffer",
+           ("ql_nope", "q_pe", "kv_cache", "topk_indices", "attn_metadata", "actual_seq_lengths_query",
+            "actual_seq_lengths_key")),
+    Symbol("vllm_ascend.device.device_op", "DeviceOperator.execute_sparse_flash_attention_process",
+           "the attention operator with a block table of ours",
+           ("sfa_impl", "ql_nope", "q_pe", "kv_cache", "topk_indices", "attn_metadata",
+            "actual_seq_lengths_query", "actual_seq_lengths_key", "block_table")),
+    Symbol("vllm_ascend.attention.utils", "AscendCommonAttentionMetadata", "the step's batch is made of it",
+           fields=("query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "block_table_tensor",
+                   "slot_mapping")),
+    Symbol("torch_npu", "npu_rms_norm", "norm of the latent"),
+    Symbol("torch_npu", "npu_interleave_rope", "rope of the new rows"),
+    Symbol("torch_npu", "npu_scatter_nd_update_", "rows into their slots"),
+)  # fmt: skip
+
+
+def find_problem(symbol: Symbol) -> str:
+    """What is wrong with a symbol in this environment, "" if nothing is."""
+    try:
+        found: Any = import_module(symbol.module)
+    except Exception as error:
+        return f"{symbol.module} can't be imported: {error}"
+    for part in symbol.name.split("."):
+        owner, found = found, getattr(found, part, None)
+        if found is None or not _is_own(symbol, owner, part):
+            return f"{symbol.path} is missing"
+    missing = [name for name in symbol.fields if not _has_field(found, name)]
+    if missing:
+        return f"{symbol.path} has no {', '.join(missing)}"
+    return _signature_problem(symbol, found) if symbol.parameters is not None else ""
+
+
+def _is_own(symbol: Symbol, owner: Any, name: str) -> bool:
+    """What a class of vLLM would hand down isn't the method that we know."""
+    if not inspect.isclass(owner):
+        return True
+    definer = next(kind for kind in owner.__mro__ if name in vars(kind))
+    return definer.__module__.split(".")[0] == symbol.module.split(".")[0]
+
+
+def _has_field(kind: Any, name: str) -> bool:
+    return name in getattr(kind, "__dataclass_fields__", {}) or hasattr(kind, name)
+
+
+def _signature_problem(symbol: Symbol, function: Callable[..., Any]) -> str:
+    """Ours must be there in order; what follows them must have defaults, since we don't pass it."""
+    assert symbol.parameters is not None
+    listed = [p for p in inspect.signature(function).parameters.values() if p.name not in ("self", "cls")]
+    names = [p.name for p in listed]
+    ours = [name for name in names if name in symbol.parameters]
+    shown = f"{symbol.path}({', '.join(names)})"
+    if ours != list(symbol.parameters):
+        return f"{shown}: expected the parameters ({', '.join(symbol.parameters)})"
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for parameter in listed:
+        optional = parameter.default is not inspect.Parameter.empty or parameter.kind in variadic
+        if parameter.name not in symbol.parameters and not optional:
+            return f"{shown}: {parameter.name} is new and required"
+    return ""
+
+
+def problems(symbols: Sequence[Symbol] = SYMBOLS, where: Where | None = None) -> list[str]:
+    """What is wrong with the table in this environment; ``where`` limits it to one part."""
+    chosen = (symbol for symbol in symbols if where is None or symbol.where == where)
+    return [problem for symbol in chosen if (problem := find_problem(symbol))]
+
+
+def check_symbols(where: Where) -> None:
+    """Refuses a vllm-ascend that lacks something. Raises StartupRefusedError, naming it."""
+    found = problems(where=where)
+    if found:
+        rule = f"it is not the release this package knows: {'; '.join(found[:3])}"
+        refuse(ConfigError(DISTRIBUTION, _installed(), rule, f"install {DISTRIBUTION}=={RELEASE}"))
+
+
+def check_version(installed: str | None = None) -> None:
+    """Refuses a vllm-ascend of another minor release. Raises StartupRefusedError."""
+    version = installed or _installed()
+    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    if numbers >= OLDEST and numbers[:2] < TOO_NEW:
+        return
+    side = "old" if numbers < OLDEST else "new"
+    rule = f"too {side}: this package works with 0.23 from {'.'.join(map(str, OLDEST))} on"
+    refuse(ConfigError(DISTRIBUTION, version, rule, f"install {DISTRIBUTION}=={RELEASE}"))
+
+
+def _installed() -> str:
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return "0"
