@@ -67,6 +67,13 @@ def beside(**others: Any) -> dict[str, Any]:
 
 
 REFUSED = [
+    (
+        {
+            "additional": {},
+            "transfer": {"kv_connector": "AscendStoreConnector", "kv_role": "kv_producer", "extra": STORE},
+        },
+        "can't on Ascend yet",
+    ),
     ({"pcp": 2}, "prefill_context_parallel_size"),
     ({"dcp": 2}, "decode_context_parallel_size"),
     ({"pp": 2}, "pipeline_parallel_size"),
@@ -104,8 +111,10 @@ REFUSED = [
             "transfer": {
                 "kv_connector": "MultiConnector", "kv_role": "kv_producer",
                 "extra": {"connectors": [
-                    {"kv_connector": "SfaRemoteD2HConnector"},
-                    {"kv_connector": "AscendStoreConnector", "kv_connector_extra_config": STORE},
+                    {"kv_connector": "SfaRemoteD2HConnector", "kv_role": "kv_producer",
+                     "kv_connector_extra_config": MEMFABRIC},
+                    {"kv_connector": "AscendStoreConnector", "kv_role": "kv_producer",
+                     "kv_connector_extra_config": STORE},
                 ]},
             },
         },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from vllm_kvoffload.cli import doctor as diagnosis
 from vllm_kvoffload.cli import memcache, proxy, trace
 from vllm_kvoffload.cli import size as sizing
 from vllm_kvoffload.config import ConfigError
@@ -129,6 +131,21 @@ _add_demo()
 def _proxy(context: typer.Context) -> None:
     """Serve OpenAI requests from prefill and decode engines."""
     raise typer.Exit(proxy.main(context.args))
+
+
+@app.command()
+def doctor(
+    *,
+    kv_port: Annotated[int, typer.Option(help="kv_port of a decode engine that is to run here.")] = 0,
+    ranks: Annotated[int, typer.Option(min=1, help="Its DP x TP ranks, a port each.")] = 1,
+    root: Annotated[Path, typer.Option(help="Look at the machine below this folder.")] = Path("/"),
+) -> None:
+    """Look for what an Ascend machine lacks for the offload, and say how to get it."""
+    ports = range(kv_port, kv_port + ranks) if kv_port else range(0)
+    findings = diagnosis.examine(diagnosis.Machine(root, os.environ, ports))
+    diagnosis.print_findings(findings, Console())
+    if any(finding.verdict is diagnosis.Verdict.FAIL for finding in findings):
+        raise typer.Exit(1)
 
 
 def main() -> None:

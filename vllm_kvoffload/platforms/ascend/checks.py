@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvoffload.config import SECTION, ConfigError, SparseOffloadConfig, validate_sparse_offload
+from vllm_kvoffload.connectors.ascend_store.config import nested_connectors
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import CONNECTOR, EXTRA
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.platforms import engine
@@ -105,35 +106,32 @@ def check_options(vllm_config: VllmConfig, config: SparseOffloadConfig, index_to
 
 
 def check_reused_buffers(vllm_config: VllmConfig) -> None:
-    """Prefill buffers that layers share need eager mode: a graph has their addresses. Raises ConfigError."""
-    for extra in store_options(vllm_config):
-        reuses = extra.get("use_layerwise") and extra.get("layerwise_num_shared_buffers") is not None
-        if reuses and not vllm_config.model_config.enforce_eager:
+    """Prefill buffers that layers share. Raises ConfigError."""
+    key = f"{EXTRA}.layerwise_num_shared_buffers"
+    for name, _, extra in connectors(vllm_config):
+        shared = extra.get("layerwise_num_shared_buffers") if name in STORE_CONNECTORS else None
+        if shared is None or not extra.get("use_layerwise"):
+            continue
+        if not vllm_config.model_config.enforce_eager:
             rule = "layers that share prefill buffers can't be captured in a graph"
-            shared = extra["layerwise_num_shared_buffers"]
-            raise ConfigError(f"{EXTRA}.layerwise_num_shared_buffers", shared, rule, "pass --enforce-eager")
+            raise ConfigError(key, shared, rule, "pass --enforce-eager, or leave the key out")
+        rule = "vllm-ascend 0.23 can't let layers share prefill buffers, and this package can't on Ascend yet"
+        raise ConfigError(key, shared, rule, "leave the key out")
 
 
-def store_options(vllm_config: VllmConfig) -> list[Mapping[str, Any]]:
-    """Extra options of every store connector that is configured, alone or within a MultiConnector."""
-    return [
-        connector.get(EXTRA) or {}
-        for connector in configured_connectors(vllm_config)
-        if connector.get("kv_connector") in STORE_CONNECTORS
-    ]
+def connectors(vllm_config: VllmConfig) -> list[tuple[str | None, str | None, Mapping[str, Any]]]:
+    """(name, role, extra options) of the connector, or of each one within a MultiConnector.
 
-
-def configured_connectors(vllm_config: VllmConfig) -> list[dict[str, Any]]:
-    """The connector, and those within it if it is a MultiConnector, by the keys of `--kv-transfer-config`."""
+    Raises ConfigError.
+    """
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         return []
-    extra = transfer.kv_connector_extra_config or {}
-    outer = {"kv_connector": transfer.kv_connector, EXTRA: extra}
-    inner = extra.get("connectors") or []
-    return [outer, *(entry for entry in inner if isinstance(entry, dict))]
+    return nested_connectors(
+        transfer.kv_connector, transfer.kv_role, transfer.kv_connector_extra_config or {}
+    )
 
 
 def uses_our_connector(vllm_config: VllmConfig) -> bool:
     """Whether one of the connectors is ours."""
-    return any(entry.get("kv_connector") == CONNECTOR for entry in configured_connectors(vllm_config))
+    return any(name == CONNECTOR for name, _, _ in connectors(vllm_config))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_kvoffload.plugin import CONNECTORS
+from vllm_kvoffload.plugin import CONNECTORS as ALL_CONNECTORS
 
 MODULE_PATH = "kv_connector_module_path"
-EXTRA = "kv_connector_extra_config"
+CONNECTORS = {name: ALL_CONNECTORS[name] for name in ("SfaRemoteD2HConnector",)}
+"""Those that work on Ascend. `AscendStoreConnector` and `MultiConnector` stay vllm-ascend's own there."""
 
 
 def name_modules(transfer: Any) -> None:

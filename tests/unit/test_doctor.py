@@ -1,0 +1,144 @@
+"""`kvoffload doctor` on machines that are folders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from vllm_kvoffload.cli.doctor import Finding, Machine, Verdict, examine, numbers, print_findings
+from vllm_kvoffload.cli.main import app
+
+META = """
+# MemCache's meta service
+ock.mmc.meta_service_url = tcp://10.0.0.1:5000
+ock.mmc.meta_service.config_store_url = tcp://10.0.0.1:6000
+"""
+LOCAL = """
+ock.mmc.meta_service_url = tcp://10.0.0.1:5000
+ock.mmc.local_service.config_store_url = tcp://10.0.0.1:6000
+ock.mmc.local_service.protocol = device_rdma
+"""
+FILES = {
+    "usr/local/Ascend/driver/version.info": "Version=25.5.1\n",
+    "usr/local/Ascend/ascend-toolkit/latest/compiler/version.info": "timestamp=1\nVersion=8.5.0\n",
+    "proc/sys/vm/nr_hugepages": "200000\n",
+    "etc/meta.conf": META,
+    "etc/local.conf": LOCAL,
+    "opt/ops.so": "",
+    "opt/memfabric/lib64/libx.so": "",
+}
+ENVIRON = {
+    "PYTHONHASHSEED": "0",
+    "MMC_META_CONFIG_PATH": "/etc/meta.conf",
+    "MMC_LOCAL_CONFIG_PATH": "/etc/local.conf",
+    "KVOFFLOAD_ASCEND_OPS": "/opt/ops.so",
+    "MEMFABRIC_HYBRID_EXTEND_LIB_PATH": "/opt/memfabric/lib64",
+}
+PACKAGES = {"vllm-ascend": "0.23.0.post1", "memfabric_hybrid": "1.2.0", "memcache_hybrid": "1.1.0"}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """One that lacks nothing."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return Machine(tmp_path, ENVIRON, range(20050, 20054), PACKAGES.get, lambda _: True)
+
+
+def wrong(machine: Machine) -> dict[str, Finding]:
+    return {finding.check: finding for finding in examine(machine) if finding.verdict is not Verdict.OK}
+
+
+def test_a_machine_that_lacks_nothing(machine: Machine) -> None:
+    assert wrong(machine) == {}
+    assert all(not finding.fix for finding in examine(machine))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "check", "verdict", "says"),
+    [
+        ("usr/local/Ascend/driver/version.info", "Version=25.3.0", "NPU driver", "fail", "25.5.1 or later"),
+        ("usr/local/Ascend/driver/version.info", "nothing", "NPU driver", "fail", "25.5.1 or later"),
+        ("usr/local/Ascend/driver/version.info", None, "NPU driver", "fail", "25.5.1 or later"),
+        (
+            "usr/local/Ascend/ascend-toolkit/latest/compiler/version.info",
+            "Version=8.2.RC1", "CANN", "fail", "8.5 or later",
+        ),
+        ("proc/sys/vm/nr_hugepages", "0", "huge pages", "warn", "nr_hugepages"),
+        ("etc/local.conf", None, "MMC_LOCAL_CONFIG_PATH", "warn", "export MMC_LOCAL_CONFIG_PATH"),
+        ("etc/local.conf", LOCAL.replace("6000", "6001"), "MemCache's files", "fail", "tcp://10.0.0.1:6000"),
+        ("etc/local.conf", LOCAL.replace("device_rdma", "tcp"), "MemCache's files", "fail", "device_sdma"),
+        ("etc/meta.conf", "", "MemCache's files", "fail", "ock.mmc.meta_service_url"),
+        ("opt/ops.so", None, "AscendC operators", "fail", "docs/ascend-build.md"),
+    ],
+)  # fmt: skip
+def test_one_file_is_wrong(
+    machine: Machine, file: str, text: str | None, check: str, verdict: str, says: str
+) -> None:
+    path = machine.root / file
+    path.unlink() if text is None else path.write_text(text)
+    found = wrong(machine)
+    assert list(found) == [check]
+    assert found[check].verdict == verdict
+    assert says in found[check].fix
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "verdict"),
+    [
+        ("vllm-ascend", None, "fail"), ("vllm-ascend", "0.22.1", "fail"), ("vllm-ascend", "0.24.0", "fail"),
+        ("memfabric_hybrid", None, "fail"), ("memfabric_hybrid", "1.1.0", "fail"),
+        ("memcache_hybrid", None, "warn"),
+    ],
+)  # fmt: skip
+def test_one_package_is_wrong(machine: Machine, package: str, version: str | None, verdict: str) -> None:
+    versions = {**PACKAGES, package: version}
+    found = wrong(replace(machine, version=versions.get))
+    assert list(found) == [package]
+    assert found[package].verdict == verdict
+    assert "install" in found[package].fix
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "check"),
+    [
+        ("PYTHONHASHSEED", "", "PYTHONHASHSEED"),
+        ("PYTHONHASHSEED", "random", "PYTHONHASHSEED"),
+        ("KVOFFLOAD_ASCEND_OPS", "", "AscendC operators"),
+        ("MEMFABRIC_HYBRID_EXTEND_LIB_PATH", "/nowhere", "MEMFABRIC_HYBRID_EXTEND_LIB_PATH"),
+    ],
+)
+def test_one_variable_is_wrong(machine: Machine, variable: str, value: str, check: str) -> None:
+    found = wrong(replace(machine, environ={**ENVIRON, variable: value}))
+    assert list(found) == [check]
+    assert found[check].verdict is Verdict.WARN
+
+
+def test_ports(machine: Machine) -> None:
+    taken = wrong(replace(machine, free=lambda port: port != 20052))
+    assert "20052" in taken["ports"].found
+    assert wrong(replace(machine, ports=range(65530, 65538)))["ports"].verdict is Verdict.FAIL
+
+
+def test_versions_in_texts() -> None:
+    assert numbers("Version=25.5.1") == (25, 5, 1)
+    assert numbers("no number, 7") == ()
+
+
+def test_fixes_are_printed_whole(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    findings = examine(replace(machine, environ={}))
+    print_findings(findings, Console(width=60))
+    printed = capsys.readouterr().out
+    for finding in findings:
+        assert finding.fix in printed
+
+
+def test_command(machine: Machine) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--root", str(machine.root)])
+    assert result.exit_code == 1  # this test's environment has no vllm-ascend
+    assert "vllm-ascend" in result.output

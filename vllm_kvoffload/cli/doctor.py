@@ -1,0 +1,263 @@
+"""`kvoffload doctor`: what an Ascend machine lacks for the offload, and how to get it. Changes nothing.
+
+Everything is read below a root folder, so that tests can show it a machine; the process environment and the
+versions of Python packages are handed in.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_kvoffload.platforms.ascend.symbols import OLDEST, RELEASE, TOO_NEW
+
+LEAST_DRIVER = (25, 5, 1)
+LEAST_CANN = (8, 5)
+HUGE_PAGES = 200000
+MEMFABRIC = (1, 2)
+DRIVER_INFO = ("usr/local/Ascend/driver/version.info", "var/driver/version.info")
+CANN_INFO = (
+    "usr/local/Ascend/cann/compiler/version.info",
+    "usr/local/Ascend/ascend-toolkit/latest/compiler/version.info",
+    "usr/local/Ascend/ascend-toolkit/latest/runtime/version.info",
+)
+META_URL, META_STORE = "ock.mmc.meta_service_url", "ock.mmc.meta_service.config_store_url"
+LOCAL_STORE, PROTOCOL = "ock.mmc.local_service.config_store_url", "ock.mmc.local_service.protocol"
+PROTOCOLS = ("device_sdma", "device_rdma")
+
+
+class Verdict(str, Enum):
+    """Of a check. WARN: only some deployments need it."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found, and the fix, "" where nothing is wrong."""
+
+    check: str
+    verdict: Verdict
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is looked at. ports: those that decode's control plane needs. free: whether one can be bound."""
+
+    root: Path = Path("/")
+    environ: Mapping[str, str] | None = None
+    ports: range = range(0)
+    version: Callable[[str], str | None] | None = None
+    free: Callable[[int], bool] | None = None
+
+    def variable(self, name: str) -> str:
+        return (self.environ or {}).get(name, "")
+
+    def read(self, path: str) -> str | None:
+        """Text of a file below the root; None when it isn't there."""
+        try:
+            return (self.root / path.lstrip("/")).read_text(errors="replace")
+        except OSError:
+            return None
+
+    def installed(self, name: str) -> str | None:
+        """Version of a Python package; None when it isn't installed."""
+        return (self.version or installed_version)(name)
+
+
+def installed_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def can_bind(port: int) -> bool:
+    """Whether nobody listens on a port here."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The first dotted number in a text: "Version=25.5.1" gives (25, 5, 1)."""
+    match = re.search(r"\d+(?:\.\d+)+", text)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def check_file_version(
+    machine: Machine, what: str, paths: tuple[str, ...], least: tuple[int, ...]
+) -> Finding:
+    """Driver and CANN say their version in a file."""
+    fix = f"install {what} {dotted(least)} or later"
+    for path in paths:
+        text = machine.read(path)
+        if text is None:
+            continue
+        line = next((line for line in text.splitlines() if "ersion" in line and numbers(line)), "")
+        found = numbers(line)
+        if not found:
+            return Finding(what, Verdict.FAIL, f"{path} names no version", fix)
+        good = found >= least
+        return Finding(what, Verdict.OK if good else Verdict.FAIL, dotted(found), "" if good else fix)
+    return Finding(what, Verdict.FAIL, f"none of {', '.join(paths)}", fix)
+
+
+def check_vllm_ascend(machine: Machine) -> Finding:
+    found = machine.installed("vllm-ascend")
+    fix = f"pip install vllm-ascend=={RELEASE}"
+    if found is None:
+        return Finding("vllm-ascend", Verdict.FAIL, "not installed", fix)
+    version = numbers(found)
+    good = version >= OLDEST and version[:2] < TOO_NEW
+    return Finding("vllm-ascend", Verdict.OK if good else Verdict.FAIL, found, "" if good else fix)
+
+
+def check_package(
+    machine: Machine, name: str, least: tuple[int, ...], needed: str, verdict: Verdict
+) -> Finding:
+    """A hybrid package, which isn't on the package index."""
+    found = machine.installed(name)
+    fix = f"{needed}: build and install release/{dotted(MEMFABRIC)}, see docs/ascend.md"
+    if found is None:
+        return Finding(name, verdict, "not installed", fix)
+    good = numbers(found) >= least
+    return Finding(name, Verdict.OK if good else verdict, found, "" if good else fix)
+
+
+def check_hugepages(machine: Machine) -> Finding:
+    text = machine.read("proc/sys/vm/nr_hugepages") or "0"
+    pages = int(text.strip() or 0)
+    good = pages >= HUGE_PAGES
+    fix = f"echo {HUGE_PAGES} > /proc/sys/vm/nr_hugepages, as root, on each host"
+    return Finding("huge pages", Verdict.OK if good else Verdict.WARN, str(pages), "" if good else fix)
+
+
+def check_hash_seed(machine: Machine) -> Finding:
+    seed = machine.variable("PYTHONHASHSEED")
+    good = seed.isdigit()
+    found = seed or "not set"
+    fix = "export PYTHONHASHSEED=0, the same on every engine that shares a KV store"
+    return Finding("PYTHONHASHSEED", Verdict.OK if good else Verdict.WARN, found, "" if good else fix)
+
+
+def check_library_path(machine: Machine) -> Finding:
+    name = "MEMFABRIC_HYBRID_EXTEND_LIB_PATH"
+    path = machine.variable(name)
+    if path and (machine.root / path.lstrip("/")).is_dir():
+        return Finding(name, Verdict.OK, path)
+    fix = f"source /usr/local/memfabric_hybrid/set_env.sh, or export {name} to its lib64"
+    return Finding(name, Verdict.WARN, f"{path}: no such folder" if path else "not set", fix)
+
+
+def check_ports(machine: Machine) -> Finding:
+    if not machine.ports:
+        return Finding("ports", Verdict.OK, "none asked for (--kv-port, --ranks)")
+    shown = f"{machine.ports.start} to {machine.ports.stop - 1}"
+    if machine.ports.start < 1 or machine.ports.stop > 65536:
+        return Finding("ports", Verdict.FAIL, f"{shown} are no ports", "choose another kv_port")
+    taken = [port for port in machine.ports if not (machine.free or can_bind)(port)]
+    if taken:
+        fix = "choose a kv_port with as many free ports as decode has DP x TP ranks"
+        return Finding("ports", Verdict.FAIL, f"taken: {', '.join(map(str, taken))}", fix)
+    return Finding("ports", Verdict.OK, f"{shown} are free")
+
+
+def check_kernels(machine: Machine) -> Finding:
+    path = machine.variable("KVOFFLOAD_ASCEND_OPS")
+    if path and (machine.root / path.lstrip("/")).is_file():
+        return Finding("AscendC operators", Verdict.OK, path)
+    found = f"{path}: no such file" if path else "KVOFFLOAD_ASCEND_OPS is not set: rows move without them"
+    fix = "build them (docs/ascend-build.md) and export KVOFFLOAD_ASCEND_OPS with the library's path"
+    return Finding("AscendC operators", Verdict.FAIL if path else Verdict.WARN, found, fix)
+
+
+def parse_conf(text: str) -> dict[str, str]:
+    """`key = value` lines of MemCache's configuration files."""
+    pairs = (
+        line.split("=", 1) for line in text.splitlines() if "=" in line and not line.strip().startswith("#")
+    )
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def check_conf_files(machine: Machine) -> list[Finding]:
+    """MemCache's two files, each by itself and against the other."""
+    found: dict[str, dict[str, str]] = {}
+    findings = []
+    for name in ("MMC_META_CONFIG_PATH", "MMC_LOCAL_CONFIG_PATH"):
+        path = machine.variable(name)
+        text = machine.read(path) if path else None
+        if text is None:
+            fix = f"export {name} with the path of MemCache's file (kvoffload conf can write it)"
+            findings.append(Finding(name, Verdict.WARN, f"{path}: can't be read" if path else "not set", fix))
+            continue
+        found[name] = parse_conf(text)
+        findings.append(Finding(name, Verdict.OK, path))
+    if len(found) == 2:
+        findings.append(_compare_conf(found["MMC_META_CONFIG_PATH"], found["MMC_LOCAL_CONFIG_PATH"]))
+    return findings
+
+
+def _compare_conf(meta: Mapping[str, str], local: Mapping[str, str]) -> Finding:
+    name = "MemCache's files"
+    for key in (META_URL, META_STORE):
+        if not meta.get(key):
+            return Finding(name, Verdict.FAIL, f"the meta file has no {key}", f"add {key} = tcp://HOST:PORT")
+    for ours, theirs in ((META_URL, META_URL), (LOCAL_STORE, META_STORE)):
+        if local.get(ours) != meta[theirs]:
+            shown = f"local {ours} is {local.get(ours, 'missing')}, meta {theirs} is {meta[theirs]}"
+            return Finding(name, Verdict.FAIL, shown, f"set {ours} = {meta[theirs]} in the local file")
+    if local.get(PROTOCOL) not in PROTOCOLS:
+        fix = f"set {PROTOCOL} to device_sdma (A3 with HCCS) or device_rdma (A2, RoCE)"
+        return Finding(name, Verdict.FAIL, f"{PROTOCOL} is {local.get(PROTOCOL, 'missing')}", fix)
+    return Finding(name, Verdict.OK, "agree")
+
+
+def examine(machine: Machine) -> list[Finding]:
+    """Every check, in the order in which a machine is set up."""
+    return [
+        check_file_version(machine, "NPU driver", DRIVER_INFO, LEAST_DRIVER),
+        check_file_version(machine, "CANN", CANN_INFO, LEAST_CANN),
+        check_vllm_ascend(machine),
+        check_package(machine, "memfabric_hybrid", MEMFABRIC, "P/D and the host pool need it", Verdict.FAIL),
+        check_package(machine, "memcache_hybrid", (1, 1), "the KV store on prefill needs it", Verdict.WARN),
+        check_library_path(machine),
+        check_hugepages(machine),
+        check_hash_seed(machine),
+        check_ports(machine),
+        *check_conf_files(machine),
+        check_kernels(machine),
+    ]
+
+
+def print_findings(findings: list[Finding], console: Console) -> None:
+    """One row a check; the fixes of what isn't right below."""
+    table = Table(box=None)
+    for title in ("", "check", "found"):
+        table.add_column(title)
+    for finding in findings:
+        table.add_row(finding.verdict.value, finding.check, finding.found)
+    console.print(table)
+    for finding in findings:
+        if finding.fix:
+            console.print(f"{finding.verdict.value}: {finding.check}: {finding.fix}", soft_wrap=True)
