@@ -18,13 +18,13 @@ from typing import Any
 from benchmarks.registry import Row, higher_is_better
 from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
 
-LENGTHS = (3000, 2000, 4000, 1500)
-ROUNDS = 3
+LENGTHS = (900, 600, 1200, 300)
+ROUNDS = 5
 
 
 def prompts(round_number: int) -> list[list[int]]:
     """Other tokens in each round, so that nothing is cached."""
-    generator = random.Random(round_number)
+    generator = random.Random(f"round {round_number}")
     return [[generator.randrange(32, 2000) for _ in range(length)] for length in LENGTHS]
 
 
@@ -48,7 +48,7 @@ class Engine:
             str(checkpoint),
             max_model_len=4096,
             max_num_seqs=4,
-            max_num_batched_tokens=1024,
+            max_num_batched_tokens=512,
             kv_cache_memory_bytes=128 << 20,
             enforce_eager=True,
             enable_prefix_caching=False,
