@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from engine import Job, engine, worst_difference
+from store_lab import stats, transfer_config
 from test_mtp_baseline import assert_same_tokens, mtp
 from workloads import WORKLOADS, prompt
 
@@ -44,6 +45,10 @@ def slow_down_a_large_write(worker):  # noqa: ARG001
         write(host, rows, slots)
 
     ops.host_write = slow
+
+
+def pins_and_hits(worker):  # noqa: ARG001
+    return stats()["pins"], stats()["hit_tokens"]
 
 
 def communicator_name(worker):  # noqa: ARG001
@@ -105,6 +110,13 @@ def test_two_ranks(lab, two_ranks):
         # control: rank 1 does not wait for what rank 0 writes, neither in this step nor in the next
         offloading.on_workers(forget_the_barrier)
         assert min(run_with_a_slow_write(name) for name in NAMES) > 1e-3
+
+    with two_ranks(kv_transfer_config=transfer_config(1, [])) as storing:  # rank 0 writes, both read
+        for _ in ("cold", "warm"):
+            for name in NAMES:
+                assert worst_difference(storing.run(WORKLOADS[name].jobs), expected[name]) < 1e-4
+        assert [pins for pins, _ in storing.on_workers(pins_and_hits)] == [0, 0]
+        assert all(hits > 0 for _, hits in storing.on_workers(pins_and_hits))
 
     for name in NAMES:
         one_rank = lab.reference(name, **STEP).outcomes
