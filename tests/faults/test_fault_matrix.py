@@ -10,7 +10,15 @@ import signal
 import time
 
 import pytest
-from fault_cluster import BLOCKS, LEASE_S, MAX_MODEL_LEN, MAX_SEQS, PREFILL_MODEL_LEN, metrics
+from fault_cluster import (
+    BLOCKS,
+    LEASE_S,
+    MAX_MODEL_LEN,
+    MAX_SEQS,
+    PREFILL_MODEL_LEN,
+    REQUEST_S,
+    metrics,
+)
 from fault_relay import ACTIONS
 from fault_report import PHASES
 from fault_scene import (
@@ -201,7 +209,7 @@ def test_refused_by_an_engine(cluster):
     with Scene(cluster, "refused by prefill alone") as scene:
         client = scene.add(WAITING, cluster.client(PREFILL_MODEL_LEN + 50)).start()
         kept = scene.other(cluster.client(600, 30))
-        assert client.join(LEASE_S), "an error of prefill ends the request at once"
+        assert client.join(REQUEST_S / 2), "an error of prefill ends the request at once"
         assert client.status == 400
 
 

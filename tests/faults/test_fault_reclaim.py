@@ -12,7 +12,7 @@ from fault_cluster import LEASE_S
 from fault_scene import Scene
 
 pytestmark = pytest.mark.slow
-SLACK_S = 1.5
+SLACK_S = 2.0
 """For prefill's clock, its next step, and the look at /metrics."""
 
 
