@@ -116,8 +116,10 @@ class KVOffloadSFAImpl(AscendSFAImpl):
         need_gather_q_kv: bool = False,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if attn_metadata is not None and self.offload is not None:
-            self.offload.enter(self.layer_index, attn_metadata)
+        offload = self.offload if attn_metadata is not None else None
+        if offload is not None and not offload.enter(self.layer_index, attn_metadata):
+            assert output is not None
+            return output.fill_(0)
         result: torch.Tensor = super().forward(
             layer_name, hidden_states, kv_cache, attn_metadata, need_gather_q_kv, output
         )

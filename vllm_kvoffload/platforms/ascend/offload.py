@@ -137,21 +137,26 @@ class AscendOffload:
         """The whole main KV of a layer in host memory: latent and rope, [num_blocks, block_size, 1, D]."""
         return tuple(part.view(self._dtype).unsqueeze(2) for part in self._memory.layers[layer].parts)
 
-    def enter(self, layer: int, metadata: Any) -> None:
+    def enter(self, layer: int, metadata: Any) -> bool:
         """A layer is about to run with these metadata: begins the step, or draft pass, that they are of.
 
-        Draft passes are prepared long before they run, so that only the layer can say when one begins.
+        Draft passes are prepared long before they run, so that only the layer can say when one begins. False
+        for a dummy run, which has more requests than the engine: there is nothing to attend to.
         """
         batch = metadata.batch
+        if metadata is self._target or metadata is self._draft:
+            return True
+        names = self._req_ids()[: batch.num_requests]
+        if len(names) < batch.num_requests:
+            return False
         if layer < self.geometry.num_target_layers:
-            if metadata is self._target:
-                return
-            self.manager.begin_step(batch.named(self._req_ids()[: batch.num_requests]))
+            self.manager.begin_step(batch.named(names))
             self._target, self._draft, self._drafts = metadata, None, 0
-        elif metadata is not self._draft:
-            self.manager.begin_draft(batch.named(self._req_ids()[: batch.num_requests]), self._drafts)
+        else:
+            self.manager.begin_draft(batch.named(names), self._drafts)
             self._draft = metadata
             self._drafts += 1
+        return True
 
     def settle(self) -> None:
         """Blocks are about to be filled from outside: waits for device and ranks, which may write to them."""

@@ -114,8 +114,12 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
     def shutdown(self) -> None:
         """Upstream's, then frees the pools."""
         offload, self.offload = self.offload, None
-        if hasattr(super(), "shutdown"):
+        try:
             super().shutdown()
+        finally:
+            self._close(offload)
+
+    def _close(self, offload: AscendOffload | None) -> None:
         if offload is not None:
             for layer in self.compilation_config.static_forward_context.values():
                 impl = getattr(layer, "impl", None)

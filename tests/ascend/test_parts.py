@@ -1,0 +1,305 @@
+"""Parts of the Ascend platform that need no vllm-ascend: runtime, host memory, steps, ways to move rows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from simulated_npu import SimulatedNpu, scatter_nd_update, serve_rows, sparse_copy
+
+from vllm_kvoffload import ops
+from vllm_kvoffload.config import ConfigError, SparseOffloadConfig
+from vllm_kvoffload.platforms.ascend import offload as offload_module
+from vllm_kvoffload.platforms.ascend.host_memory import MemfabricMemory, SegmentMemory
+from vllm_kvoffload.platforms.ascend.offload import KERNELS_ENV, AscendOffload, open_parts
+from vllm_kvoffload.platforms.ascend.rows import KernelRows, PortableRows, SparseCopyRows, SplitRows
+from vllm_kvoffload.runtime import CpuRuntime, TaskFailedError, WaitTimeoutError
+from vllm_kvoffload.runtime.base import Runtime
+from vllm_kvoffload.runtime.npu import NpuRuntime
+from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
+
+LAYOUT = HostPoolLayout(2, 4, 16, (("nope", 64), ("rope", 16)))
+ONE_RANK = SimpleNamespace(rank_in_group=0, world_size=1, cpu_group=None)
+BASICS = ((64, 16), torch.float32, torch.device("cpu"), scatter_nd_update)
+
+
+@pytest.fixture
+def npu() -> SimulatedNpu:
+    return SimulatedNpu()
+
+
+@pytest.fixture
+def runtime(npu: SimulatedNpu) -> Iterator[NpuRuntime]:
+    before = threading.active_count()
+    made = NpuRuntime(npu, 0, CpuRuntime(), default_deadline_s=5.0)
+    yield made
+    made.shutdown()
+    assert threading.active_count() == before
+
+
+def test_a_side_stream_waits_for_the_compute_stream(npu: SimulatedNpu, runtime: NpuRuntime) -> None:
+    assert isinstance(runtime, Runtime)
+    ran = threading.Event()
+    npu.busy = True
+    stream = runtime.stream("d2h")
+    stream.wait_event(runtime.current_stream().record("new rows"))
+    stream.submit(ran.set)
+    done = stream.record()
+    assert not ran.wait(0.1)
+    assert not done.query()
+    npu.busy = False
+    done.wait(5.0)
+    assert ran.is_set()
+    runtime.synchronize()
+
+
+def test_a_device_that_never_gets_there_ends_a_wait(npu: SimulatedNpu, runtime: NpuRuntime) -> None:
+    npu.busy = True
+    event = runtime.current_stream().record("step")
+    begin = time.monotonic()
+    with pytest.raises(WaitTimeoutError, match="step"):
+        event.wait(0.1)
+    assert time.monotonic() - begin < 2
+    stream = runtime.stream("h2d")
+    stream.wait_event(event, 0.1)
+    with pytest.raises(TaskFailedError, match="WaitTimeoutError"):
+        stream.record().wait(5.0)
+    stream.recover()
+    npu.busy = False
+    stream.synchronize()
+
+
+def test_tasks_run_with_their_stream_current(npu: SimulatedNpu, runtime: NpuRuntime) -> None:
+    entered: list[Any] = []
+    real = npu.stream
+    npu.stream = lambda stream: entered.append(stream) or real(stream)  # type: ignore[method-assign,func-returns-value]
+    for name in ("d2h", "h2d", "d2h"):
+        runtime.stream(name).submit(lambda: None)
+        runtime.stream(name).synchronize()
+    assert entered[0] is entered[2]
+    assert entered[0] is not entered[1]
+
+
+# ----------------------------------------------------------------------------------------------------- memory
+
+
+class Offload(SimpleNamespace):
+    """memfabric_hybrid.offload; addresses that are not aligned."""
+
+    def __init__(self, code: int = 0) -> None:
+        super().__init__(
+            Scene=SimpleNamespace(SHARED=1), OffloadConfig=SimpleNamespace, sparse_copy=sparse_copy
+        )
+        self.code, self.ended = code, False
+
+    def initialize(self, config: Any) -> int:
+        self.config = config
+        return self.code
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        del pin_memory
+        return torch.zeros(shape[0], dtype=dtype)
+
+    def uninitialize(self) -> None:
+        self.ended = True
+
+
+def test_memfabric_memory_is_aligned_and_seen_by_every_rank() -> None:
+    offload = Offload()
+    owner = MemfabricMemory(offload, LAYOUT, ONE_RANK, 3, lambda: None)
+    assert (offload.config.device_id, offload.config.rank_id, offload.config.world_size) == (3, 0, 1)
+    bases = [layer.addresses[0] for layer in owner.layers]
+    assert all(address % (2 << 20) == 0 for layer in owner.layers for address in layer.addresses)
+    other = Offload()
+    second = SimpleNamespace(rank_in_group=1, world_size=2, broadcast_object=lambda _, src: bases)  # noqa: ARG005
+    reader = MemfabricMemory(other, LAYOUT, second, 4, lambda: None)
+    assert other.config.alloc_size == 0
+    assert other.config.reserve_size == offload.config.alloc_size >= LAYOUT.total_bytes
+    owner.layers[1].parts[1].fill_(7)
+    assert (reader.layers[1].parts[1] == 7).all()
+    assert not reader.layers[1].parts[0].any()
+    owner.close()
+    assert offload.ended
+
+
+def test_memfabric_that_does_not_start_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"returned 5.*huge pages"):
+        MemfabricMemory(Offload(code=5), LAYOUT, ONE_RANK, 0, lambda: None)
+
+
+def test_a_segment_is_mapped_and_unmapped() -> None:
+    mapped: dict[int, int] = {}
+
+    def register(address: int, nbytes: int) -> int:
+        mapped[address] = nbytes
+        return address + (1 << 40)
+
+    memory = SegmentMemory(HostPool.create(LAYOUT), register, mapped.pop)
+    for layer in memory.layers:
+        for part, address in zip(layer.parts, layer.addresses, strict=True):
+            assert address == part.data_ptr() + (1 << 40)
+    assert mapped
+    memory.close()
+    assert not mapped
+
+
+def parts(monkeypatch: pytest.MonkeyPatch, *, memfabric: bool, kernels: bool, pulls: bool = False) -> Any:
+    def load_offload() -> Any:
+        if not memfabric:
+            raise ImportError("No module named 'memfabric_hybrid'")
+        return Offload()
+
+    built = SimpleNamespace(
+        host_register=lambda a, _: a, host_unregister=lambda _: None, dsa_serve_rows=serve_rows
+    )
+    monkeypatch.setattr(offload_module, "load_offload", load_offload)
+    monkeypatch.setattr(offload_module, "load_kernels", lambda: built if kernels else None)
+    config = SparseOffloadConfig(enabled=True, dram_size_per_dp_GB=1)
+    return open_parts(
+        LAYOUT, config, ONE_RANK, None, device=BASICS[2], dtype=BASICS[1], scatter=BASICS[3], pulls=pulls
+    )
+
+
+@pytest.mark.parametrize(
+    ("memfabric", "kernels", "memory", "movement"),
+    [
+        (True, True, MemfabricMemory, KernelRows),
+        (True, False, MemfabricMemory, SparseCopyRows),
+        (False, True, SegmentMemory, KernelRows),
+        (False, False, SegmentMemory, PortableRows),
+    ],
+)
+def test_the_best_that_there_is(
+    memfabric: bool, kernels: bool, memory: type, movement: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, row_ops = parts(monkeypatch, memfabric=memfabric, kernels=kernels)
+    assert type(found) is memory
+    assert type(row_ops) is movement
+    found.close()
+
+
+def test_decode_can_not_do_without_memfabric(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"transfer_backend='memfabric'.*install MemFabric"):
+        parts(monkeypatch, memfabric=False, kernels=True, pulls=True)
+
+
+def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.delenv(KERNELS_ENV, raising=False)
+    assert offload_module.load_kernels() is None
+    for path, says in ((tmp_path / "none.so", "no such file"), (tmp_path / "text.so", "does not load")):
+        (tmp_path / "text.so").write_text("no library")
+        monkeypatch.setenv(KERNELS_ENV, str(path))
+        with pytest.raises(ConfigError, match=f"{KERNELS_ENV}.*{says}"):
+            offload_module.load_kernels()
+
+
+# ----------------------------------------------------------------------------------------------- moving rows
+
+
+def row_ops(movement: str) -> PortableRows:
+    if movement == "sparse_copy":
+        return SparseCopyRows(*BASICS, sparse_copy)
+    if movement == "kernels":
+        return KernelRows(*BASICS, SimpleNamespace(dsa_serve_rows=serve_rows))
+    return PortableRows(*BASICS)
+
+
+def host_rows() -> SplitRows:
+    made = [torch.zeros((4, 16, n), dtype=torch.uint8).random_(1, 255) for n in (64, 16)]
+    return SplitRows(made, [part.data_ptr() for part in made])
+
+
+@pytest.mark.parametrize("movement", ["portable", "sparse_copy", "kernels"])
+def test_rows_arrive(movement: str) -> None:
+    moves, host = row_ops(movement), host_rows()
+    before = [part.clone() for part in host.parts]
+    new = SplitRows([torch.zeros((3, n), dtype=torch.uint8).random_(1, 255) for n in (64, 16)])
+    moves.host_write(host, new, torch.tensor([5, -1, 40]))
+    for part, old, fresh in zip(host.parts, before, new.parts, strict=True):
+        old.view(64, -1)[[5, 40]] = fresh[[0, 2]]
+        assert torch.equal(part, old)
+    buffer = moves.zeros(32)
+    moves.host_read(host, torch.tensor([2, 0], dtype=torch.int32), 20, buffer)
+    for part, rows in zip(host.parts, buffer.parts, strict=True):
+        assert torch.equal(rows[:20], part[[2, 0]].flatten(0, 1)[:20])
+        assert not rows[20:].any()
+    plan = ops.PlanOut(2, 2, 16, 1)
+    plan.miss_counts.copy_(torch.tensor([2, 1]))
+    plan.miss_ids[:, :2] = torch.tensor([[17, 3], [1, 9]])
+    plan.miss_slots[:, :2] = torch.tensor([[6, 30], [2, 4]])
+    tables, hot = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32), moves.zeros(3, 32)
+    moved = moves.serve(host, hot, tables, torch.tensor([2, -1], dtype=torch.int32), plan)
+    assert moved == 2 * 80
+    for part, pool in zip(host.parts, hot.parts, strict=True):
+        assert torch.equal(pool[2, 6], part[1, 1])
+        assert torch.equal(pool[2, 30], part[3, 3])
+        assert int(pool.any(-1).sum()) == 2
+    moves.write_rows(hot, torch.tensor([0, 1, 1]), new, torch.tensor([7, -1, 8]))
+    for pool, fresh in zip(hot.parts, new.parts, strict=True):
+        assert torch.equal(pool[0, 7], fresh[0])
+        assert torch.equal(pool[1, 8], fresh[2])
+
+
+def test_addresses_are_checked_before_a_copy() -> None:
+    moves, host = row_ops("sparse_copy"), host_rows()
+    new = SplitRows([torch.zeros((1, n), dtype=torch.uint8) for n in (64, 16)])
+    with pytest.raises(ValueError, match="slot_mapping: 64"):
+        moves.host_write(host, new, torch.tensor([64]))
+    with pytest.raises(ValueError, match="blocks: 4"):
+        moves.host_read(host, torch.tensor([4]), 3, moves.zeros(16))
+    plan = ops.PlanOut(1, 1, 16, 1)
+    plan.miss_counts[0], plan.miss_ids[0, 0], plan.miss_slots[0, 0] = 1, 5, 0
+    with pytest.raises(ValueError, match="host row"):
+        moves.serve(host, moves.zeros(1, 32), torch.tensor([[9]]), torch.tensor([0]), plan)
+
+
+def test_a_failing_copy_is_an_error() -> None:
+    moves = SparseCopyRows(*BASICS, lambda *_: 7)
+    new = SplitRows([torch.zeros((1, n), dtype=torch.uint8) for n in (64, 16)])
+    with pytest.raises(RuntimeError, match="sparse_copy returned 7"):
+        moves.host_write(host_rows(), new, torch.tensor([0]))
+
+
+# ------------------------------------------------------------------------------------------------------ steps
+
+
+class Manager:
+    """Notes what was begun."""
+
+    def __init__(self) -> None:
+        self.begun: list[Any] = []
+
+    def begin_step(self, batch: Any) -> None:
+        self.begun.append(("step", batch))
+
+    def begin_draft(self, batch: Any, index: int) -> None:
+        self.begun.append((index, batch))
+
+
+def test_a_step_begins_at_its_first_layer_and_a_draft_pass_at_the_mtp_layer() -> None:
+    offload = object.__new__(AscendOffload)
+    manager = offload.manager = Manager()  # type: ignore[assignment]
+    offload.geometry = SimpleNamespace(num_target_layers=3)  # type: ignore[assignment]
+    offload._target = offload._draft = None
+    offload._drafts = 0
+    offload._req_ids = lambda: ["a", "b"]
+
+    def metadata(requests: int = 2) -> Any:
+        batch = SimpleNamespace(num_requests=requests, named=tuple)
+        return SimpleNamespace(batch=batch)
+
+    for _ in range(2):
+        manager.begun.clear()
+        target, first, second = metadata(), metadata(), metadata(1)
+        for layer in range(3):
+            assert offload.enter(layer, target)
+        assert offload.enter(3, first)
+        assert offload.enter(3, second)
+        assert manager.begun == [("step", ("a", "b")), (0, ("a", "b")), (1, ("a",))]
+    assert not offload.enter(0, metadata(3))  # a dummy run: more requests than there are
+    assert len(manager.begun) == 3
