@@ -168,6 +168,15 @@ class _Commands:
     def device_get(self, keys: list[str]) -> list[bool]:
         return list(self.device().get(keys))
 
+    def second_client(self, keys: list[str]) -> int:
+        """A scheduler's client in the same process, as with one engine process: used and closed."""
+        from vllm_kvoffload.store.memcache import MemcacheStore
+
+        store = MemcacheStore(copies=False)
+        hits = store.lookup(keys)
+        store.close()
+        return hits
+
     def raw(self, name: str, *arguments: Any) -> Any:
         """A call of MemCache's own client."""
         return getattr(self.store._client, name)(*arguments)

@@ -208,6 +208,14 @@ def test_a_scheduler_does_not_copy(shared: tuple[Peer, Peer, Peer]) -> None:
     assert "made without memory" in shared[2].ask("load")[2]
 
 
+def test_a_worker_and_a_scheduler_in_one_process(shared: tuple[Peer, Peer, Peer]) -> None:
+    """The library has one client per process, which the first to close must not take along."""
+    first, second, _ = shared
+    assert second.ask("put", ["p0"]) == [True]
+    assert first.ask("second_client", ["p0", "p1"]) == 1
+    assert first.ask("get", ["p0"]) == [True]
+
+
 def test_bad_keys_are_errors(shared: tuple[Peer, Peer, Peer]) -> None:
     assert shared[0].ask("put", ["k" * 257])[1] == "StoreError"
     assert shared[0].ask("put", ["k" * 256]) == [True]

@@ -48,6 +48,8 @@ INIT_S = 120.0
 WRITE_LEASE_S = 30.0
 LEASE_MARGIN_S = 5.0
 """MemCache's leases last this much longer than ours, so that ours end first."""
+START_AGAIN_S = 1.0
+"""After a failed start of a client that doesn't copy, its calls fail at once for this long."""
 FULL_WAIT_S = 0.5
 """How long an allocation is tried again: eviction goes on in the background."""
 FULL_POLL_S = 0.1
@@ -127,27 +129,34 @@ class MemcacheStore:
         self._losses = 0
         self._calls = PatientCalls("kvoffload-memcache")
         self._closed = False
-        self._client = self._start(device_id)
-        meta = self._conf.meta
-        self._watch = ServiceWatch(meta.host, meta.port, self._check_ready)
+        self._device_id = device_id
+        self._client: Any = None
+        self._watch: ServiceWatch | None = None
+        self._start_lock = threading.Lock()
+        self._start_again_at = 0.0
+        self._probe()
+        if copies:
+            self._start()
 
-    def _start(self, device_id: int) -> Any:
+    def _probe(self) -> None:
+        """Raises StoreUnavailableError: a service is down, for which the library's own start waits long."""
         for what, endpoint in (("MetaService", self._conf.meta), ("config store", self._conf.config_store)):
             _require_service(what, endpoint)
-        client = self._library.DistributedObjectStore()
-        try:
-            code = self._calls.run(lambda: client.init(device_id, self._copies), INIT_S)
-        except TimeoutError as error:
-            raise StoreUnavailableError(
-                f"memcache: its start took more than {INIT_S:g} s: {error}"
-            ) from error
-        if code != OK:
-            raise StoreUnavailableError(
-                f"memcache: DistributedObjectStore.init(device {device_id}) returned {explain(code)}; check "
-                f"{LOCAL_VARIABLE}, that world_size ({self._conf.world_size}) is not used up, the NPU "
-                "driver, and free host memory"
-            )
-        return client
+
+    def _start(self) -> ServiceWatch:
+        """Starts the library, unless that was done. Raises StoreUnavailableError."""
+        with self._start_lock:
+            if self._watch is None:
+                if time.monotonic() < self._start_again_at:
+                    raise self._unavailable()
+                self._start_again_at = time.monotonic() + START_AGAIN_S
+                self._probe()
+                self._client = _process.open(
+                    self._library, self._device_id, self._copies, lambda init: self._calls.run(init, INIT_S)
+                )
+                meta = self._conf.meta
+                self._watch = ServiceWatch(meta.host, meta.port, self._check_ready)
+            return self._watch
 
     # ------------------------------------------------------------------------------------------ interface
 
@@ -273,11 +282,12 @@ class MemcacheStore:
             self._closed = True
             self._reads.clear()
             self._writes.clear()
-        self._watch.close()
-        try:
-            self._calls.run(self._client.close, self._timeout_s)
-        except Exception as error:
-            logger.warning("memcache: closing: %s", error)
+        if self._watch is not None:
+            self._watch.close()
+            try:
+                self._calls.run(_process.close, self._timeout_s)
+            except Exception as error:
+                logger.warning("memcache: closing: %s", error)
         self._calls.close()
 
     # ------------------------------------------------------------------------------------------- internals
@@ -364,7 +374,7 @@ class MemcacheStore:
         if not isinstance(results, list) or len(results) != len(keys):
             raise StoreError(f"memcache: {name} of {len(keys)} keys answered {results!r:.80}")
         if META_DOWN in results:
-            self._watch.lose(f"{name} returned {explain(META_DOWN)}")
+            self._start().lose(f"{name} returned {explain(META_DOWN)}")
             raise self._unavailable()
         return results
 
@@ -376,7 +386,7 @@ class MemcacheStore:
         try:
             return self._calls.run(call, self._timeout_s)
         except TimeoutError as error:
-            self._watch.lose(f"{name}: {error}")
+            self._start().lose(f"{name}: {error}")
             raise self._unavailable() from error
 
     def _check_ready(self) -> None:
@@ -391,20 +401,24 @@ class MemcacheStore:
             raise StoreError(f"batch_is_exist returned {explain(state)}")
 
     def _losses_now(self) -> int:
-        return self._watch.losses
+        return self._watch.losses if self._watch is not None else 0
 
     def _require_up(self) -> int:
-        losses = self._losses_now()
-        if self._closed or self._watch.down:
+        if self._closed:
+            raise self._unavailable()
+        watch = self._start()
+        losses = watch.losses
+        if watch.down:
             raise self._unavailable()
         return losses
 
     def _unavailable(self) -> StoreUnavailableError:
         if self._closed:
             return StoreUnavailableError("memcache: closed in this process")
+        why = (self._watch.down if self._watch is not None else "") or "lost"
         return StoreUnavailableError(
-            f"memcache: MetaService {self._conf.meta.url}: {self._watch.down or 'lost'}; see that it runs "
-            "(kvoffload meta); it is tried again in the background"
+            f"memcache: MetaService {self._conf.meta.url}: {why}; see that it runs (kvoffload meta); it is "
+            "tried again in the background"
         )
 
     def _begin(self, losses: int) -> None:
@@ -419,6 +433,61 @@ class MemcacheStore:
     def _next_handle(self) -> int:
         self._last_handle += 1
         return self._last_handle
+
+
+class _ProcessClient:
+    """The library's client, of which a process has one: what any object of it does happens to all.
+
+    It must be started with memory where anybody in the process copies. So clients that don't copy are started
+    at their first call, when an engine's worker in this process has long been.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._users = 0
+        self._copies = False
+
+    def open(
+        self, library: Any, device_id: int, copies: bool, patient: Callable[[Callable[[], int]], int]
+    ) -> Any:
+        """The client, started by its first user. Raises StoreUnavailableError."""
+        with self._lock:
+            if self._users and copies and not self._copies:
+                raise StoreUnavailableError(
+                    "memcache: this process started the library without memory: make the copying client first"
+                )
+            if not self._users:
+                client = library.DistributedObjectStore()
+                _start_library(patient, lambda: int(client.init(device_id, copies)), device_id)
+                self._client, self._copies = client, copies
+            self._users += 1
+            return self._client
+
+    def close(self) -> None:
+        """One user less; the last one ends the client."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                client, self._client = self._client, None
+                client.close()
+
+
+_process = _ProcessClient()
+
+
+def _start_library(
+    patient: Callable[[Callable[[], int]], int], init: Callable[[], int], device_id: int
+) -> None:
+    try:
+        code = patient(init)
+    except TimeoutError as error:
+        raise StoreUnavailableError(f"memcache: its start took more than {INIT_S:g} s: {error}") from error
+    if code != OK:
+        raise StoreUnavailableError(
+            f"memcache: DistributedObjectStore.init(device {device_id}) returned {explain(code)}; check "
+            f"{LOCAL_VARIABLE}, that its world_size is not used up, the NPU driver, and free host memory"
+        )
 
 
 def _lease_ms(lease_s: float) -> int:
