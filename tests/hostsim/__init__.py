@@ -76,11 +76,16 @@ def lock_redirection() -> Path:
     return build() / "lib64" / "liblock.so"
 
 
-def _memfabric() -> Path:
+def memfabric_libraries() -> Path:
+    """The folder of MemFabric's own libraries."""
     spec = find_spec("memfabric_hybrid")
     assert spec is not None
     assert spec.origin is not None
-    return Path(spec.origin).parent / "lib" / "libmf_hybm_core.so"
+    return Path(spec.origin).parent / "lib"
+
+
+def _memfabric() -> Path:
+    return memfabric_libraries() / "libmf_hybm_core.so"
 
 
 def _absent_functions() -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from hostsim import lock_redirection
+from hostsim import lock_redirection, memfabric_libraries
 from vllm_kvoffload.store.memcache_conf import (
     LOCAL_FILE,
     LOCAL_VARIABLE,
@@ -30,6 +30,16 @@ READY_S = 60.0
 LOCK = Path(tempfile.gettempdir()) / f"kvoffload-hostsim-{os.getuid()}.lock"
 LOCK_S = 400.0
 GONE_S = 10.0
+
+
+def tcp_environ() -> dict[str, str]:
+    """What host_tcp wants: where its library is, and buffers that are made in a moment."""
+    return {
+        "LD_LIBRARY_PATH": str(memfabric_libraries()),
+        "HCOM_RECV_DATA_SIZE": "66560",
+        "HCOM_MAX_SLICE_SIZE": "65536",
+        "MF_HYBM_RDMA_SWAP_SPACE_SIZE": "64",
+    }
 
 
 def _machine_wide_lock() -> TextIO:
@@ -70,6 +80,7 @@ class MetaCluster:
                           dram_size=dram_size)  # fmt: skip
         for name, text in render(cluster).items():
             (folder / name).write_text(text, encoding="utf-8")
+        self._transport = tcp_environ() if protocol == "host_tcp" else {}
         self._process: subprocess.Popen[str] | None = None
         self._lock: TextIO | None = None
 
@@ -87,7 +98,7 @@ class MetaCluster:
     @property
     def environ(self) -> dict[str, str]:
         """Of the MetaService and of clients."""
-        return {
+        return self._transport | {
             META_VARIABLE: str(self.folder / META_FILE),
             LOCAL_VARIABLE: str(self.folder / LOCAL_FILE),
             "TMPDIR": str(self.folder_of_lock),

@@ -119,6 +119,20 @@ def test_nothing_is_left_in_shared_memory(own: MetaCluster) -> None:
     assert left == set()
 
 
+def test_objects_cross_a_network(tmp_path: Path) -> None:
+    """Over host_tcp, where MemFabric itself moves the bytes between the processes."""
+    with (
+        MetaCluster(tmp_path, protocol="host_tcp") as cluster,
+        ready(cluster) as first,
+        ready(cluster) as second,
+    ):
+        keys = [f"t{i}" for i in range(8)]
+        assert first.ask("put", keys[:4]) == [True] * 4
+        assert second.ask("put", keys[4:]) == [True] * 4
+        assert first.ask("get", keys) == [True] * 8
+        assert second.ask("get", keys) == [True] * 8
+
+
 def test_a_service_that_is_down_at_the_start(tmp_path: Path) -> None:
     cluster = MetaCluster(tmp_path)
     started = time.monotonic()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,3 +168,30 @@ def test_one_of_two_things_is_asked_for(options: tuple[str, ...]) -> None:
 def test_every_protocol_has_a_meaning() -> None:
     for protocol in memcache_conf.PROTOCOLS:
         render(replace(CLUSTER, nodes=1, protocol=protocol))
+
+
+def meta(*options: object) -> Result:
+    return CliRunner().invoke(app, ["meta", *map(str, options)])
+
+
+def test_a_meta_service_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "memcache_hybrid", None)
+    monkeypatch.delenv("MMC_META_CONFIG_PATH", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = [made.getsockname()[1] for made in (taken, other)]
+    result = meta("--meta-port", ports[0], "--config-store-port", ports[1])
+    assert result.exit_code == 2
+    assert "pip install memcache-hybrid" in result.output
+
+
+def test_a_meta_service_on_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MMC_META_CONFIG_PATH", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = meta("--meta-port", taken.getsockname()[1])
+    assert result.exit_code == 2
+    assert "can't be listened at on this machine" in result.output
+
+
+def test_a_meta_service_with_a_file_that_cannot_work(tmp_path: Path) -> None:
+    assert "can't be read" in meta("--config", tmp_path / "mmc-meta.conf").output
+    assert "three ports" in meta("--meta-port", 5000, "--config-store-port", 5000).output
