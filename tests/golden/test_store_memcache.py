@@ -23,13 +23,15 @@ def test_same_results_cold_and_warm(lab, tmp_path, monkeypatch):
         hostsim.activate()
         transfer = transfer_config(2, [0], backend="memcache")
         del transfer["kv_connector_extra_config"]["local_dram_size_GB"]
-        with store_engine(lab, transfer, workloads=("mixed", "prefix")) as runs:
-            for workload in ("mixed", "prefix", "prefix"):
-                _, difference, did = runs.run(workload)
-                assert difference <= (TOLERANCE if workload == "prefix" else 0.0), workload
-                assert did["failed_requests"] == 0
-                assert did["loaded_bytes"] == did["needed_load_bytes"] > 0
-                if workload == "mixed":
-                    assert did["saved_bytes"] > 0
-            assert did["hit_tokens"] > 2000, "the second run of the same prompts loads them"
-            runs.lab.close_engine()
+        try:
+            with store_engine(lab, transfer, workloads=("mixed", "prefix")) as runs:
+                for workload in ("mixed", "prefix", "prefix"):
+                    _, difference, did = runs.run(workload)
+                    assert difference <= (TOLERANCE if workload == "prefix" else 0.0), workload
+                    assert did["failed_requests"] == 0
+                    assert did["loaded_bytes"] == did["needed_load_bytes"] > 0
+                    if workload == "mixed":
+                        assert did["saved_bytes"] > 0
+                assert did["hit_tokens"] > 2000, "the second run of the same prompts loads them"
+        finally:
+            lab.close()  # the library's end waits for its MetaService
