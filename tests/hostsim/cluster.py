@@ -130,6 +130,12 @@ class MetaCluster:
         """As two services do that nothing is preloaded into."""
         self.folder_of_lock = other.folder_of_lock
 
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        assert self._process is not None
+        return self._process.pid
+
     def signal(self, number: signal.Signals) -> None:
         """To its process."""
         assert self._process is not None

@@ -41,8 +41,14 @@ class IndexMachine(RuleBasedStateMachine):
     def bytes_of(self, grant: Grant) -> list[int]:
         return self.pool[grant.offset : grant.offset + grant.nbytes]
 
-    @rule(client=clients, keys=key_lists, nbytes=st.integers(1, 3), lease=st.sampled_from([1.0, 5.0]))
-    def open_write(self, client: str, keys: list[str], nbytes: int, lease: float) -> None:
+    @rule(
+        client=clients,
+        keys=key_lists,
+        nbytes=st.integers(1, 3),
+        lease=st.sampled_from([1.0, 5.0]),
+        then=st.sampled_from(["nothing", "copy", "publish", "publish"]),
+    )
+    def open_write(self, client: str, keys: list[str], nbytes: int, lease: float, then: str) -> None:
         before = self.index.occupied()
         results = self.index.open_write(client, keys, nbytes, self.now, lease)
         full = [result is WriteRefusal.FULL for result in results]
@@ -54,6 +60,12 @@ class IndexMachine(RuleBasedStateMachine):
                 assert key not in [held[2] for held in self.writing.values() if held[1].deadline > self.now]
                 self.marks += 1
                 self.writing[grant.handle] = (client, grant, key, self.marks)
+                if then != "nothing":
+                    self.scribble(grant, self.marks)
+                if then == "publish":
+                    del self.writing[grant.handle]
+                    assert self.index.finish_write(client, [grant.handle], [True], self.now) == [True]
+                    self.content[key] = self.marks
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data())

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,12 @@ LOCAL_BYTES, MEMCACHE_BYTES = 8192, 1 << 18
 
 _DEVICE_ADDRESS = 0x120000000000
 _MAP_FIXED_NOREPLACE = 0x100000
+
+
+def wait_until_stopped(pid: int) -> None:
+    """Until a process that was sent SIGSTOP runs no more."""
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
 
 
 class Peer:
@@ -64,7 +71,10 @@ class Peer:
         return json.loads(line)
 
     def signal(self, number: signal.Signals) -> None:
+        """Returns once a SIGSTOP has stopped it."""
         self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            wait_until_stopped(self.pid)
 
     def kill(self) -> None:
         """SIGKILL, and waits for the end."""

@@ -17,7 +17,7 @@ PHASES = (Phase.generate,)  # no shrinking: it takes its time and shows nobody a
 
 def test_random_programs() -> None:
     run_state_machine_as_test(
-        IndexMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
+        IndexMachine, settings=settings(max_examples=80, stateful_step_count=40, deadline=None)
     )
 
 

@@ -27,7 +27,7 @@ from vllm_kvoffload.store.remote import RemoteIndex
 from vllm_kvoffload.transfer.base import Region
 
 POOL_OBJECTS = 8
-WRITE_LEASE_S = 0.3
+WRITE_LEASE_S = 1.0
 
 
 @pytest.fixture
@@ -131,10 +131,10 @@ def test_a_write_that_is_not_finished_lapses(caller: Caller) -> None:
 
 def test_a_read_after_its_lease_is_refused(caller: Caller) -> None:
     caller.put(["a"])
-    (object_,) = caller.store.open_read(["a"], 0.05)
+    (object_,) = caller.store.open_read(["a"], 0.5)
     assert object_ is not None
     caller.load([object_])
-    time.sleep(0.06)
+    time.sleep(0.55)
     with pytest.raises(StoreError, match="lease"):
         caller.load([object_])
     caller.store.close_read([object_])
@@ -143,13 +143,13 @@ def test_a_read_after_its_lease_is_refused(caller: Caller) -> None:
 
 def test_a_lease_that_ends_during_the_copy(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     caller.put(["a"])
-    (object_,) = caller.store.open_read(["a"], 0.1)
+    (object_,) = caller.store.open_read(["a"], 0.5)
     assert object_ is not None
     real = local.copy_checked
 
     def slow(*arguments: object) -> None:
         real(*arguments)  # type: ignore[arg-type]
-        time.sleep(0.12)
+        time.sleep(0.55)
 
     monkeypatch.setattr(local, "copy_checked", slow)
     with pytest.raises(StoreError, match="during the copy"):

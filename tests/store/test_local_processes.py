@@ -13,6 +13,7 @@ import pytest
 from peer import Peer
 from store_client import OBJECT_BYTES, Caller
 
+import vllm_kvoffload.ops  # noqa: F401  # brings torch, which may take longer than a lease
 from vllm_kvoffload.store import StoreUnavailableError, WriteRefusal
 from vllm_kvoffload.store.local import LocalStore
 from vllm_kvoffload.store.wire import socket_address
@@ -52,6 +53,7 @@ def put_all(caller: Caller) -> None:
 
 def test_ranks_exchange_objects(owner: Caller, instance: str) -> None:
     with ready(instance) as rank:
+        assert rank.ask("warm_up") == "warm"  # or the first copy takes longer than its lease
         assert rank.ask("put", ["a", "b"]) == [True, True]
         assert owner.get(["a", "b"]) == [True, True]
         owner.put(["c"])
@@ -78,14 +80,14 @@ def test_a_killed_reader_pins_nothing(owner: Caller, instance: str) -> None:
 
 def test_a_writer_stopped_beyond_its_lease_harms_nobody(instance: str) -> None:
     """Its late copy goes where nobody else's object is, and is not published."""
-    store = LocalStore(instance, POOL_OBJECTS * OBJECT_BYTES, write_lease_s=0.3)
+    store = LocalStore(instance, POOL_OBJECTS * OBJECT_BYTES, write_lease_s=1.0)
     owner = Caller(store)
     with ready(instance) as rank:
         assert rank.ask("warm_up") == "warm"
         assert rank.ask("reserve", ["a", "b"]) == 2
         assert rank.ask("fill") == "filled"
         rank.signal(signal.SIGSTOP)
-        time.sleep(0.35)
+        time.sleep(1.05)
         keys = [f"n{i}" for i in range(POOL_OBJECTS - 2)]
         assert owner.put(keys) == [True] * len(keys)
         assert owner.put([*keys, "one too many"])[-1] is WriteRefusal.FULL

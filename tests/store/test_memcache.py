@@ -16,7 +16,7 @@ from typing import Any
 import hostsim
 import pytest
 from hostsim.cluster import MetaCluster
-from peer import Peer
+from peer import Peer, wait_until_stopped
 
 from vllm_kvoffload.store.memcache import BEING_WRITTEN
 
@@ -94,6 +94,7 @@ def test_the_service_is_stopped_and_goes_on(own: MetaCluster) -> None:
     with ready(own, timeout_s=0.5) as rank:
         assert rank.ask("put", ["a"]) == [True]
         own.signal(signal.SIGSTOP)
+        wait_until_stopped(own.pid)
         started = time.monotonic()
         assert rank.ask("put", ["b"])[:2] == ["error", "StoreUnavailableError"]
         assert rank.ask("lookup", ["a"]) == 0
