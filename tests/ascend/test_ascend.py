@@ -1,6 +1,6 @@
 """The Ascend platform without an NPU: against the real vllm-ascend, and on the simulated one.
 
-Everything that imports vllm-ascend runs in one process with an environment of its own (`environment.py`),
+Everything that imports vllm-ascend runs in one process with an environment of its own (`ascend_env.py`),
 since its vLLM is another one than the CPU platform's. Its test modules are `inside_*.py`.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import environment
+import ascend_env
 import numpy as np
 import pytest
 import torch
@@ -31,8 +31,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def ascend() -> Path:
     """The environment, made at first use."""
     try:
-        return environment.make(environment.ROOT / "build" / "ascend-env")
-    except environment.EnvironmentUnavailable as error:
+        return ascend_env.make(ascend_env.ROOT / "build" / "ascend-env")
+    except ascend_env.EnvironmentUnavailable as error:
         pytest.skip(f"the package index has no vllm-ascend for this machine: {error}")
 
 
@@ -45,7 +45,7 @@ def inside(ascend: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str,
     done = subprocess.run(
         command,
         cwd=HERE,
-        env={**environment.variables(ascend), "KVOFFLOAD_RECORDS": str(records)},
+        env={**ascend_env.variables(ascend), "KVOFFLOAD_RECORDS": str(records)},
         capture_output=True,
         text=True,
         timeout=INSIDE_S,

@@ -1,7 +1,7 @@
 """The Ascend environment: the released vllm-ascend over vLLM's and torch_npu's own Python code, without an
 NPU.
 
-    python environment.py FOLDER
+    python ascend_env.py FOLDER
 
 A folder for PYTHONPATH, put together from the package index by plain pip:
 vllm-ascend's source distribution, the Python files of vLLM's CPU wheel of the same release, torch_npu over
@@ -120,7 +120,7 @@ def complete(site: Path) -> None:
 def recipe() -> str:
     """Changes whenever the folder would be another one."""
     digest = hashlib.sha256(sys.version.encode())
-    for name in ("environment.py", "cann_stub.py"):
+    for name in ("ascend_env.py", "cann_stub.py"):
         digest.update((HERE / name).read_bytes())
     return digest.hexdigest()[:12]
 
