@@ -136,10 +136,12 @@ class StoreWorker:
     def _pin(self) -> None:
         """Opens the objects of all needed blocks, in as few calls as possible; expiring pins anew."""
         now = time.monotonic()
+        expiring: list[ReadObject] = []
         for current in self._step:
             held = current.held
             if held.pins and held.pinned_until - now < RENEW_S:
-                self._unpin(held)
+                expiring += held.pins.values()
+                held.pins = {}
         for attempt in (0, 1):
             wanted = []
             for current in self._step:
@@ -149,6 +151,8 @@ class StoreWorker:
                         wanted.append((current.held, number, names[attempt]))
             if wanted:
                 self._open(wanted, now)
+        if expiring and self.pipeline.quiet:  # only now: meanwhile they could not be evicted
+            self._store.close_read(expiring)
 
     def _open(self, wanted: Sequence[tuple[Held, int, str]], now: float) -> None:
         try:

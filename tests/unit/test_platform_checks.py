@@ -86,3 +86,46 @@ def test_refusals(checkpoint: Path, offload: dict[str, Any], options: dict[str, 
 
 def test_without_offload_nothing_is_checked(checkpoint: Path) -> None:
     configure(checkpoint, {"enabled": False}, num_gpu_blocks_override=1 << 20)
+
+
+def store(**extra: Any) -> dict[str, Any]:
+    options = {"backend": "local", "use_layerwise": True, "layerwise_num_shared_buffers": 2, **extra}
+    return {
+        "kv_connector": "AscendStoreConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": options,
+    }
+
+
+def test_shared_buffers_and_prefix_caching(checkpoint: Path) -> None:
+    """A block's KV outlives its step in the store only: vLLM's own prefix cache would find nothing."""
+    off = {"enabled": False}
+    assert not configure(checkpoint, off, kv_transfer_config=store()).cache_config.enable_prefix_caching
+    unshared = store(layerwise_independent_layers="all")
+    assert configure(checkpoint, off, kv_transfer_config=unshared).cache_config.enable_prefix_caching
+    configure(checkpoint, off, kv_transfer_config=unshared, enforce_eager=False)
+
+
+@pytest.mark.parametrize(
+    ("extra", "options", "expected"),
+    [
+        ({}, {"enforce_eager": False}, "enforce_eager=False"),
+        ({"layerwise_independent_layers": [4]}, {}, "there is no layer 4"),
+        ({"layerwise_shared_buffers": 3}, {}, "did you mean 'layerwise_num_shared_buffers'"),
+        ({"backend": "memcache"}, {}, "PYTHONHASHSEED=None"),
+    ],
+)
+def test_refused_stores(
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    extra: dict[str, Any],
+    options: dict[str, Any],
+    expected: str,
+) -> None:
+    from vllm_kvoffload.platforms.refusal import StartupRefusedError
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(StartupRefusedError) as caught:
+        configure(checkpoint, {"enabled": False}, kv_transfer_config=store(**extra), **options)
+    assert expected in str(caught.value)
+    assert "Fix: " in str(caught.value)
