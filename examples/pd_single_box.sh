@@ -66,7 +66,7 @@ ASCEND_RT_VISIBLE_DEVICES=${DECODE_DEVICES:-} vllm serve "$MODEL" "${COMMON[@]}"
     \"kv_connector_extra_config\": {\"transfer_backend\": \"$BACKEND\", \"use_layerwise\": true}
   }" &
 
-# The proxy answers at once, and says 503 until both engines are up.
+# The proxy answers at once, and its /health says 503 until both engines are up.
 kvoffload proxy --host "$HOST" --port "$PROXY_PORT" \
   --prefiller-hosts "$HOST" --prefiller-ports "$PREFILL_PORT" --decoder-hosts "$HOST" --decoder-ports "$DECODE_PORT" &
 

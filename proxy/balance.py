@@ -23,7 +23,7 @@ class Health:
 
     def __init__(self) -> None:
         self.failures = 0
-        self.failed_probes = 0
+        self.failed_probes = PROBES_TO_EJECT - 1  # an engine that was never there need not be missed twice
         self.cool_down = COOL_DOWN
         self.ejected_until = float("-inf")
         self.ejections = 0

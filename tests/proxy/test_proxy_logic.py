@@ -211,6 +211,10 @@ def test_health() -> None:
     assert not health.available(3 * COOL_DOWN - 0.1), "twice as long"
     health.succeeded()
     assert health.available(COOL_DOWN)
+    assert not health.down
+    health.probed(ok=False)
+    assert health.down, "it was never there"
+    health.probed(ok=True)
     health.probed(ok=False)
     assert not health.down
     health.probed(ok=False)
