@@ -211,3 +211,13 @@ def test_page_sizes_are_what_the_geometry_says(quantised: bool) -> None:
         )  # fmt: skip
         pages += spec.page_size_bytes
     assert pages == geometry.bytes_per_token * 128
+
+
+def test_the_stat_logger_is_one_of_this_vllm() -> None:
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    from vllm_kvoffload.metrics.stat_logger import OffloadStatLogger
+
+    assert issubclass(OffloadStatLogger, StatLoggerBase)
+    assert not inspect.isabstract(OffloadStatLogger)
+    assert StatLoggerBase.__abstractmethods__
