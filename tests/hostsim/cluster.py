@@ -42,6 +42,11 @@ def tcp_environ() -> dict[str, str]:
     }
 
 
+def _segments() -> set[Path]:
+    """MemFabric's files in shared memory."""
+    return set(Path("/dev/shm").glob("memfabric_hybrid_*"))
+
+
 def _machine_wide_lock() -> TextIO:
     """A locked file, once no other process has it."""
     lock = open(LOCK, "w", encoding="utf-8")  # noqa: SIM115  # held as long as it is open
@@ -83,15 +88,19 @@ class MetaCluster:
         self._transport = tcp_environ() if protocol == "host_tcp" else {}
         self._process: subprocess.Popen[str] | None = None
         self._lock: TextIO | None = None
+        self._there_before: set[Path] = set()
 
     def __enter__(self) -> MetaCluster:
         self._lock = _machine_wide_lock()
+        self._there_before = _segments()
         self.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:  # fmt: skip
         self.kill()
+        for path in _segments() - self._there_before:  # of clients that were killed
+            path.unlink(missing_ok=True)
         if self._lock is not None:
             self._lock.close()
 
