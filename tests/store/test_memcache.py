@@ -24,7 +24,7 @@ MISSING = hostsim.missing()
 pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"real MemCache: {MISSING}"),
     pytest.mark.slow,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(600),  # another process of the tests may have the machine's one cluster
 ]
 
 POOL_OBJECTS = 32
