@@ -115,7 +115,8 @@ class MetaCluster:
         }
 
     def start(self) -> None:
-        """Returns once it is ready."""
+        """Returns once it is ready. Raises RuntimeError with what it said: it ended instead."""
+        assert self._process is None or self._process.poll() is not None, "it runs"
         environ = os.environ | self.environ | {"LD_PRELOAD": str(lock_redirection())}
         command = [sys.executable, "-m", "vllm_kvoffload.cli.main", "meta"]
         self._process = subprocess.Popen(

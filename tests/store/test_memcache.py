@@ -321,5 +321,7 @@ def test_a_second_service_is_refused(cluster: MetaCluster, tmp_path: Path) -> No
     second.share_lock_with(cluster)
     with pytest.raises(RuntimeError, match="another one running on this machine"):
         second.start()
+    again = MetaCluster(tmp_path)
+    again.folder = cluster.folder
     with pytest.raises(RuntimeError, match=r"meta_port=\d+: .* can't be listened at"):
-        cluster.start()
+        again.start()
