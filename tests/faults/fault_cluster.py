@@ -295,6 +295,13 @@ class Cluster:
             time.sleep(0.1)
         return time.monotonic() - begin
 
+    def wait_held(self, name: str, seconds: float = 10.0) -> None:
+        """Until an engine says that it holds KV blocks: it tells after its step."""
+        end = time.monotonic() + seconds
+        while not metrics(self.ports[name])["vllm:kv_cache_usage_perc"]:
+            assert time.monotonic() < end, f"{name} never held blocks"
+            time.sleep(0.05)
+
     def settle(self) -> None:
         """Takes the state as the one to come back to, once it has stopped changing."""
         self.baseline.clear()

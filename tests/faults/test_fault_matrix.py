@@ -183,6 +183,7 @@ def test_clients_that_go_away_while_prefill_is_told_badly(cluster, action):
     with Scene(cluster, f"client goes away, Cancel {action}") as scene:
         finishes = scene.finishes()
         scene.disturb(action, "Cancel", prompt=finishes.digest, delay_s=LEASE_S / 3)
+        cluster.wait_held("prefill")
         finishes.abort()
         assert cluster.wait_released("prefill", LEASE_S + 2) < LEASE_S + 2
 

@@ -20,6 +20,7 @@ def test_cancelled(cluster):
     """At once, since decode says so."""
     with Scene(cluster, "reclaimed: client goes away") as scene:
         client = scene.finishes()
+        cluster.wait_held("prefill")
         client.abort()
         assert cluster.wait_released("prefill", LEASE_S) < SLACK_S
 
@@ -27,7 +28,8 @@ def test_cancelled(cluster):
 def test_cancelled_and_prefill_is_not_told(cluster):
     with Scene(cluster, "reclaimed: client goes away, Cancel dropped") as scene:
         client = scene.finishes()
-        scene.disturb("dropped", "Cancel", prompt=client.digest)
+        scene.disturb("dropped", "Cancel", prompt=client.digest, times=None)
+        cluster.wait_held("prefill")
         client.abort()
         seconds = cluster.wait_released("prefill", LEASE_S + SLACK_S)
         assert seconds > LEASE_S / 3, "the control: until then the blocks were held by the lease"
@@ -37,6 +39,7 @@ def test_cancelled_and_prefill_is_not_told(cluster):
 def test_crashed(cluster):
     with Scene(cluster, "reclaimed: decode killed") as scene:
         scene.finishes()
+        cluster.wait_held("prefill")
         cluster.signal("decode", signal.SIGKILL)
         cluster.wait_released("prefill", LEASE_S + SLACK_S)
         cluster.reap("decode")

@@ -45,15 +45,18 @@ def wrong(cluster):
 
 def test_wrong_tokens_are_seen(wrong):
     scene = Scene(wrong, "decode attends to what never came", report=Report())
-    wrong.hop.plan(status=404)
+    plan = wrong.hop.plan(status=404)
+    client = scene.add(WAITING, wrong.client(300)).start()
+    assert plan.arrived.wait(30)
     with pytest.raises(AssertionError, match="waiting: 300 tokens, WRONG"), scene:
-        scene.add(WAITING, wrong.client(300)).start()
+        client.join(30)
 
 
 def test_held_blocks_are_seen(wrong):
     scene = Scene(wrong, "prefill knows no lease", report=Report())
     client = scene.finishes()
-    scene.disturb("dropped", "Cancel", prompt=client.digest)
+    scene.disturb("dropped", "Cancel", prompt=client.digest, times=None)
+    wrong.wait_held("prefill")
     client.abort()
     with pytest.raises(AssertionError, match="prefill holds blocks"):
         wrong.wait_released("prefill", 2 * LEASE_S)
