@@ -5,7 +5,7 @@ ARGS ?=
 WORKERS ?= 2
 BIN := $(VENV)/bin
 # In one process (WORKERS=0) tests are easier to debug, and take half as long again.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast test-faults lint bench clean
