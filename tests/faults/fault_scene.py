@@ -132,6 +132,12 @@ class Scene:
         self._rules.append((rule, at_least))
         return rule
 
+    def await_hits(self, deadline_s: float = DEADLINE_S) -> None:
+        """Waits until all rules have hit as often as they must; what is missing then shows in the end."""
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end and any(rule.hits < least for rule, least in self._rules):
+            time.sleep(0.05)
+
     # ------------------------------------------------------------------------------------------ the end
 
     def __enter__(self) -> Scene:

@@ -126,7 +126,7 @@ def test_heartbeats(cluster, kind):
             more = {"prompt": client.digest, "times": 2, "delay_s": LEASE_S / 4}
             scene.disturb(action, kind, **more)
         scene.bystanders(*ENGINES)
-        time.sleep(LEASE_S)
+        scene.await_hits()  # one after the other, where one message is about all of the requests
     with Scene(cluster, f"every {kind} lost") as scene:
         lost = scene.finishes()
         scene.disturb("dropped", kind, prompt=lost.digest, times=None, at_least=3)

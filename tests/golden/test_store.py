@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from engine import worst_difference
 from store_lab import store_engine, store_worker, transfer_config
@@ -119,7 +121,14 @@ def _late_hook(monkeypatch):
     """As vLLM's own hook: the layer's new rows are written before its memory is free."""
     from vllm_kvoffload.platforms.cpu import layer_loads
 
+    save = LayerPipeline._save
+
+    def slowly(self, *args):
+        time.sleep(0.005)  # on a quiet machine a save is over before the next layer has rows
+        save(self, *args)
+
     monkeypatch.setattr(layer_loads, "await_layer", lambda _name: None)
+    monkeypatch.setattr(LayerPipeline, "_save", slowly)
 
 
 @pytest.mark.parametrize("break_it", [_skip_waits, _skip_loads, _late_hook])
