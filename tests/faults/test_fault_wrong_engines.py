@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from fault_cluster import LEASE_S, READY_S
+from fault_cluster import LEASE_S
 from fault_report import Report
 from fault_scene import WAITING, Scene
 
@@ -37,8 +37,7 @@ def wrong(cluster):
         cluster.signal(name, signal.SIGKILL)
         cluster.reap(name)
         cluster.start(name, patch)
-    for name in ("prefill", "decode"):
-        cluster.servers[name].wait_ready(READY_S)
+    cluster.wait_ready()
     cluster.baseline.clear()
     return cluster
 
