@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_kvoffload.connectors.ascend_store.metadata import StoreMetadata, StoreStep
+from vllm_kvoffload.connectors.scheduled import scheduled_requests
 from vllm_kvoffload.store import KeySpace, Store
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class StoreScheduler:
         """What a step computes."""
         dropped = list(output.preempted_req_ids or ())
         steps = []
-        for req_id, blocks, computed in scheduled(output):
+        for req_id, blocks, computed in scheduled_requests(output):
             tracked = self._tracked.get(req_id)
             if tracked is not None:
                 tokens = output.num_scheduled_tokens[req_id]
@@ -110,13 +110,3 @@ class StoreScheduler:
         """The request is over, with or without a result."""
         self._tracked.pop(req_id, None)
         self._found.pop(req_id, None)
-
-
-def scheduled(output: SchedulerOutput) -> Iterable[tuple[str, list[int], int]]:
-    """(request, its new blocks, tokens computed before the step); all blocks for one that resumes."""
-    for new in output.scheduled_new_reqs:
-        yield new.req_id, list(new.block_ids[0]), new.num_computed_tokens
-    cached = output.scheduled_cached_reqs
-    for index, req_id in enumerate(cached.req_ids):
-        blocks = cached.new_block_ids[index]
-        yield req_id, list(blocks[0]) if blocks else [], cached.num_computed_tokens[index]

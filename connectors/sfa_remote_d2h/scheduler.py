@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvoffload.connectors.scheduled import scheduled_requests
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import RemoteD2HConfig, external_id
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import (
     DecodeMetadata,
@@ -157,7 +158,7 @@ class PrefillScheduler:
         for req_id in output.preempted_req_ids or ():
             self._forget_blocks(req_id)
         steps = []
-        for req_id, block_ids, computed in _scheduled(output):
+        for req_id, block_ids, computed in scheduled_requests(output):
             tracked = self._tracked.get(req_id)
             if tracked is None or tracked.complete:
                 continue
@@ -224,13 +225,3 @@ def own_params(request: Request) -> dict[str, Any] | None:
         logger.error("request %s is not among those of its rendezvous", request.request_id)
         return None
     return own
-
-
-def _scheduled(output: SchedulerOutput) -> Iterable[tuple[str, list[int], int]]:
-    """(request, its new blocks, tokens computed before the step); all blocks for one that resumes."""
-    for new in output.scheduled_new_reqs:
-        yield new.req_id, list(new.block_ids[0]), new.num_computed_tokens
-    cached = output.scheduled_cached_reqs
-    for index, req_id in enumerate(cached.req_ids):
-        blocks = cached.new_block_ids[index]
-        yield req_id, list(blocks[0]) if blocks else [], cached.num_computed_tokens[index]
