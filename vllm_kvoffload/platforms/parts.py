@@ -4,21 +4,82 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from vllm_kvoffload.config import SparseOffloadConfig
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.metrics import StatsChannel
+from vllm_kvoffload.runtime.base import Runtime
 from vllm_kvoffload.sparse.capacity import CapacityPlan
-from vllm_kvoffload.sparse.manager import DEADLINE_S
+from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
+from vllm_kvoffload.sparse.manager import DEADLINE_S, SparseKVManager
 from vllm_kvoffload.trace import TraceHeader, TraceRecorder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = get_logger(__name__)
+
+
+class RankGroup(Protocol):
+    """What is needed of vLLM's TP group."""
+
+    rank_in_group: int
+    world_size: int
+
+    def broadcast_object(self, obj: Any, src: int) -> Any: ...
+
+
+class Closable(Protocol):
+    """Memory that is given back."""
+
+    def close(self) -> None: ...
+
+
+class WorkerOffload:
+    """One worker's offload, whose parts a platform's subclass makes: all of them end in :meth:`close`."""
+
+    manager: SparseKVManager
+    _memory: Closable
+    _runtime: Runtime
+    _channel: StatsChannel
+    _recorder: TraceRecorder | None
+
+    def publish(self) -> None:
+        """Makes the counters so far visible in vLLM's metrics."""
+        manager = self.manager
+        self._channel.publish(manager.stats, live_rows=manager.rows.num_rows - manager.rows.num_free)
+
+    def close(self) -> None:
+        """Finishes what is in flight, stops the threads, frees the pool."""
+        self._channel.close()
+        if self._recorder is not None:
+            self._recorder.close()
+        try:
+            self._runtime.shutdown()
+        finally:
+            self._memory.close()
+
+
+def open_segment(
+    layout: HostPoolLayout, config: SparseOffloadConfig, group: RankGroup, barrier: Callable[[], None] | None
+) -> HostPool:
+    """The pool of the TP ranks as a shared-memory segment. Collective. barrier: None for one rank."""
+    pool = HostPool.create(layout, config.dram_bytes) if group.rank_in_group == 0 else None
+    if barrier is None:
+        assert pool is not None
+        pool.seal()
+        return pool
+    name = group.broadcast_object(pool.name if pool is not None else "", src=0)
+    if pool is None:
+        pool = HostPool.attach(name, layout)
+    barrier()
+    if pool.is_owner:
+        pool.seal()  # from here on not even SIGKILL can leave it behind
+    return pool
 
 
 def log_capacity(plan: CapacityPlan) -> None:

@@ -15,19 +15,11 @@ import torch
 
 from vllm_kvoffload.config import GIB
 from vllm_kvoffload.platforms.ascend.rows import SplitRows
+from vllm_kvoffload.platforms.parts import RankGroup
 from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
 from vllm_kvoffload.sparse.segment import align_up
 
 ALIGNMENT = 2 << 20
-
-
-class RankGroup(Protocol):
-    """What is needed of vLLM's TP group."""
-
-    rank_in_group: int
-    world_size: int
-
-    def broadcast_object(self, obj: Any, src: int) -> Any: ...
 
 
 class HostMemory(Protocol):

@@ -18,15 +18,14 @@ from vllm_kvoffload.platforms.ascend.checks import ascend_geometry
 from vllm_kvoffload.platforms.ascend.host_memory import (
     HostMemory,
     MemfabricMemory,
-    RankGroup,
     SegmentMemory,
     load_offload,
 )
 from vllm_kvoffload.platforms.ascend.rows import KernelRows, PortableRows, SparseCopyRows, SplitRows
 from vllm_kvoffload.platforms.engine import prefill_buffers
-from vllm_kvoffload.platforms.parts import open_recorder, rank_barrier
+from vllm_kvoffload.platforms.parts import RankGroup, WorkerOffload, open_recorder, open_segment, rank_barrier
 from vllm_kvoffload.runtime.npu import NpuRuntime
-from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
+from vllm_kvoffload.sparse.host_pool import HostPoolLayout
 from vllm_kvoffload.sparse.manager import SparseKVManager
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def load_kernels() -> Any:
     return torch.ops.kvoffload
 
 
-class AscendOffload:
+class AscendOffload(WorkerOffload):
     """One worker's offload: everything it owns is freed by :meth:`close`.
 
     Args:
@@ -66,6 +65,8 @@ class AscendOffload:
         req_ids: says the batch's request ids, in its order.
         npu: torch.npu; scatter: torch_npu.npu_scatter_nd_update_.
     """
+
+    _memory: HostMemory
 
     def __init__(
         self,
@@ -164,21 +165,6 @@ class AscendOffload:
         self.manager.store.join()
         self.manager.store.await_ranks()
 
-    def publish(self) -> None:
-        """Makes the counters so far visible in vLLM's metrics."""
-        manager = self.manager
-        self._channel.publish(manager.stats, live_rows=manager.rows.num_rows - manager.rows.num_free)
-
-    def close(self) -> None:
-        """Finishes what is in flight, stops the threads, frees the pool."""
-        self._channel.close()
-        if self._recorder is not None:
-            self._recorder.close()
-        try:
-            self._runtime.shutdown()
-        finally:
-            self._memory.close()
-
 
 def open_parts(
     layout: HostPoolLayout,
@@ -236,22 +222,4 @@ def open_parts(
     return SegmentMemory(pool), PortableRows(*basics)
 
 
-def open_segment(
-    layout: HostPoolLayout, config: SparseOffloadConfig, group: RankGroup, barrier: Callable[[], None] | None
-) -> HostPool:
-    """The pool of the TP ranks as a shared-memory segment. Collective."""
-    pool = HostPool.create(layout, config.dram_bytes) if group.rank_in_group == 0 else None
-    if barrier is None:
-        assert pool is not None
-        pool.seal()
-        return pool
-    name = group.broadcast_object(pool.name if pool is not None else "", src=0)
-    if pool is None:
-        pool = HostPool.attach(name, layout)
-    barrier()
-    if pool.is_owner:
-        pool.seal()
-    return pool
-
-
-__all__ = ["AscendOffload", "SplitRows", "load_kernels", "open_parts", "open_segment"]
+__all__ = ["AscendOffload", "SplitRows", "load_kernels", "open_parts"]
