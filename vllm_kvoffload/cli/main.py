@@ -98,6 +98,10 @@ def size(
         shared_buffers=shared_buffers,
         independent_layers=independent_layers,
     )
+    _print_size(request, as_json)
+
+
+def _print_size(request: sizing.SizeRequest, as_json: bool) -> None:
     try:
         report = sizing.size_report(request)
     except ConfigError as error:
