@@ -159,7 +159,8 @@ def _unknown_key(key: object, value: object) -> ConfigError:
     return ConfigError(_name(str(key)), value, f"no such key{hint}", fix)
 
 
-def _bool(key: str, value: object) -> bool:
+def check_bool(key: str, value: object) -> bool:
+    """The value, if it is a bool. Raises ConfigError naming the key."""
     # A quoted "false" is truthy in Python: taking it would switch the option on.
     if not isinstance(value, bool):
         raise ConfigError(
@@ -212,10 +213,10 @@ def _path(key: str, value: object) -> str:
 
 
 _CHECKS: dict[str, Callable[[str, object], Any]] = {
-    "enabled": _bool,
+    "enabled": check_bool,
     "topk_buffer_size": _int(1),
     "dram_size_per_dp_GB": _int(1),
-    "keep_device_kv_cache": _bool,
+    "keep_device_kv_cache": check_bool,
     "ways": _ways,
     "policy": _one_of(POLICIES, "rrip"),
     "delivery": _one_of(DELIVERIES, "in_place"),

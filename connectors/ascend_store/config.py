@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvoffload.config import GIB, ConfigError
+from vllm_kvoffload.config import GIB, ConfigError, check_bool
 from vllm_kvoffload.layerwise.buffer_plan import EXTRA, BufferOptions, parse_buffer_options
 from vllm_kvoffload.store.registry import BACKENDS, DEFAULT_LOCAL_GB, OPTIONS
 
@@ -121,10 +121,7 @@ def _backend(value: object) -> str:
 
 
 def _bool(extra: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = extra.get(key, default)
-    if not isinstance(value, bool):
-        raise ConfigError(f"{EXTRA}.{key}", value, "must be true or false", "write true or false")
-    return value
+    return check_bool(f"{EXTRA}.{key}", extra.get(key, default))
 
 
 def _int(extra: Mapping[str, Any], key: str, default: int, least: int = 0) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvoffload.config import ConfigError
+from vllm_kvoffload.config import ConfigError, check_bool
 from vllm_kvoffload.transfer import ENGINES
 
 CONNECTOR = "SfaRemoteD2HConnector"
@@ -111,10 +111,7 @@ def _backend(value: object, device: str) -> str:
 
 
 def _bool(extra: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = extra.get(key, default)
-    if not isinstance(value, bool):
-        raise ConfigError(f"{EXTRA}.{key}", value, "must be true or false", "write true or false")
-    return value
+    return check_bool(f"{EXTRA}.{key}", extra.get(key, default))
 
 
 def _seconds(extra: Mapping[str, Any], key: str, default: float) -> float:
