@@ -1,50 +1,123 @@
-"""A tiny DSA model's attention layers on vllm-ascend's own code, with and without our offload."""
+"""A tiny DSA model's attention layers on vllm-ascend's own code, with and without our offload.
+
+Layers with and without an indexer, an MTP layer, heads shared by TP ranks; in fp32 or BF16; in memory that
+behaves as a device's or in plain memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm_ascend.attention import sfa_v1
 from vllm_ascend.attention.attention_v1 import AscendAttentionState
 from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
+from vllm_ascend.spec_decode.llm_base_proposer import AscendSpecDecodeBaseProposer
 
-from vllm_kvoffload.config import SparseOffloadConfig
+from vllm_kvoffload.config import ConfigError, SparseOffloadConfig
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.platforms.ascend.attention import (
     KVOffloadSFAImpl,
     KVOffloadSFAMetadata,
     KVOffloadSFAMetadataBuilder,
 )
+from vllm_kvoffload.platforms.ascend.delivery import device_planning
 from vllm_kvoffload.platforms.ascend.offload import AscendOffload
-from vllm_kvoffload.platforms.ascend.rows import KernelRows, PortableRows, SparseCopyRows, SplitRows
+from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows, SplitRows
 from vllm_kvoffload.platforms.ascend.runner import bind_offload
 from vllm_kvoffload.runtime import CpuRuntime, DelayPlan
 from vllm_kvoffload.runtime.npu import NpuRuntime
 from vllm_kvoffload.sparse.manager import SparseKVManager
 
-from simulated_npu import SimulatedNpu, scatter_nd_update, serve_rows, sparse_copy  # isort: skip
+from simulated_device import NPU, device_op, on_npu, plain  # isort: skip
+from simulated_npu import SimulatedNpu, scatter_nd_update, sparse_copy  # isort: skip
 
 HIDDEN, HEADS, Q_LORA, LATENT, ROPE, NOPE, VALUE = 48, 4, 32, 64, 16, 24, 24
 INDEX_HEADS, INDEX_DIM, TOPK, BLOCK, SLOTS, BLOCKS, MAX_LEN = 8, 32, 32, 16, 64, 24, 128
 TYPES = ("full", "shared", "full", "shared")
-CONFIG = {
-    "model_type": "glm_moe_dsa", "num_hidden_layers": len(TYPES), "indexer_types": list(TYPES),
-    "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "index_topk": TOPK, "index_head_dim": INDEX_DIM,
-    "dtype": "float32",
-}  # fmt: skip
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run.
+
+    movement: how rows move with the offload: "portable", "sparse_copy", or the kernels' stand-in; None is
+    upstream without it. seed: of the delays of side streams. drafts: draft tokens, with an MTP layer behind
+    the others. slots: of a hot row.
+    """
+
+    movement: str | None = None
+    seed: int | None = None
+    dtype: torch.dtype = torch.float32
+    device: torch.device = CPU
+    delivery: str = "in_place"
+    drafts: int = 0
+    slots: int = SLOTS
+    kernels: Callable[[SimulatedNpu], Any] | None = None
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        return (*TYPES, "full") if self.drafts else TYPES
+
+    @property
+    def geometry(self) -> KVGeometry:
+        config = {
+            "model_type": "glm_moe_dsa", "num_hidden_layers": len(TYPES), "indexer_types": list(TYPES),
+            "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "index_topk": TOPK, "index_head_dim": INDEX_DIM,
+            "dtype": str(self.dtype).split(".")[1], "num_nextn_predict_layers": 1,
+        }  # fmt: skip
+        return KVGeometry.from_hf_config(
+            config, layout="ascend", num_speculative_tokens=self.drafts, mtp=bool(self.drafts)
+        )
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Onto the device."""
+        return on_npu(tensor) if self.device is NPU else tensor
+
+
+class Ranks:
+    """TP ranks that are threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=60)
+        self._parts: list[Any] = [None] * size
+
+    def barrier(self) -> None:
+        self._barrier.wait()
+
+    def all_reduce(self, rank: int, part: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in their order on all of them."""
+        self._parts[rank] = part
+        self.barrier()
+        total = self._parts[0]
+        for other in self._parts[1:]:
+            total = total + other
+        self.barrier()
+        return total
+
+
+ALONE = Ranks(1)
 
 
 class Linear:
-    """[T, in] to ([T, out], None), as vLLM's linear layers."""
+    """[T, in] to ([T, out], None), as vLLM's linear layers. reduce: over the ranks, None without."""
 
-    def __init__(self, generator: torch.Generator, width: int, out: int) -> None:
-        self.weight = torch.randn((out, width), generator=generator) / width**0.5
+    def __init__(
+        self, weight: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
+        self.weight = weight
+        self._reduce = reduce
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return x @ self.weight.T, None
+        out = x @ self.weight.T
+        return (out if self._reduce is None else self._reduce(out)), None
 
 
 class Norm:
@@ -52,19 +125,41 @@ class Norm:
 
     variance_epsilon = 1e-6
 
-    def __init__(self, generator: torch.Generator, width: int) -> None:
-        self.weight = 1 + 0.1 * torch.randn(width, generator=generator)
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * self.weight
+        scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (x.float() * scale).to(x.dtype) * self.weight
 
 
-def make_impl(layer: int, buffer: torch.Tensor) -> KVOffloadSFAImpl:
-    """A layer with random weights, the same ones every time. Its constructor needs a whole engine: left
-    out.
+def make_impl(
+    layer: int, buffer: torch.Tensor, setup: Setup, rank: int = 0, ranks: Ranks = ALONE
+) -> KVOffloadSFAImpl:
+    """A layer with random weights, the same ones every time, with this rank's heads. Its constructor needs a
+    whole engine: left out.
     """
     g = torch.Generator().manual_seed(layer)
-    owner = TYPES[layer] == "full"
+
+    def weight(out: int, width: int) -> torch.Tensor:
+        return torch.randn((out, width), generator=g) / width**0.5
+
+    def norm(width: int) -> Norm:
+        return Norm(setup.put((1 + 0.1 * torch.randn(width, generator=g)).to(setup.dtype)))
+
+    def linear(tensor: torch.Tensor, reduce: Any = None) -> Linear:
+        return Linear(setup.put(tensor.to(setup.dtype).contiguous()), reduce)
+
+    heads = HEADS // ranks.size
+    mine = slice(rank * heads, (rank + 1) * heads)
+    reduce = (lambda part: ranks.all_reduce(rank, part)) if ranks.size > 1 else None
+    qkv, q_norm, kv_norm = weight(Q_LORA + LATENT + ROPE, HIDDEN), norm(Q_LORA), norm(LATENT)
+    q = weight(HEADS * (NOPE + ROPE), Q_LORA).view(HEADS, NOPE + ROPE, Q_LORA)[mine].flatten(0, 1)
+    o = weight(HIDDEN, HEADS * VALUE).view(HIDDEN, HEADS, VALUE)[:, mine].flatten(1)
+    up_k, up_v = torch.randn((HEADS, NOPE, LATENT), generator=g) / 5, torch.randn(
+        (HEADS, LATENT, VALUE), generator=g
+    ) / 8  # fmt: skip
+    owner = setup.types[layer] == "full"
     impl = object.__new__(KVOffloadSFAImpl)
     flags = (
         "enable_dsa_cp enable_sfa_prolog_v3 enable_mlapo enable_sp enable_dsa_cp_with_o_proj_tp "
@@ -74,17 +169,15 @@ def make_impl(layer: int, buffer: torch.Tensor) -> KVOffloadSFAImpl:
     values: dict[str, Any] = {
         **dict.fromkeys(flags.split(), False),
         "layer_name": f"model.layers.{layer}.self_attn.attn", "layer_index": layer, "scale": 0.1,
-        "num_kv_heads": 1, "local_num_heads": HEADS, "num_heads": HEADS, "q_lora_rank": Q_LORA,
+        "num_kv_heads": 1, "local_num_heads": heads, "num_heads": heads, "q_lora_rank": Q_LORA,
         "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "qk_nope_head_dim": NOPE, "v_head_dim": VALUE,
         "qk_head_dim": NOPE + ROPE, "has_indexer": owner, "skip_topk": not owner, "use_index_cache": True,
         "topk_indices_buffer": buffer, "use_torch_npu_lightning_indexer": True, "n_head": INDEX_HEADS,
-        "head_dim": INDEX_DIM, "fused_qkv_a_proj": Linear(g, HIDDEN, Q_LORA + LATENT + ROPE),
-        "q_a_layernorm": Norm(g, Q_LORA), "kv_a_layernorm": Norm(g, LATENT),
-        "q_proj": Linear(g, Q_LORA, HEADS * (NOPE + ROPE)), "o_proj": Linear(g, HEADS * VALUE, HIDDEN),
-        "W_UK_T": torch.randn((HEADS, NOPE, LATENT), generator=g) / 5,
-        "W_UV": torch.randn((HEADS, LATENT, VALUE), generator=g) / 8,
-        "wk_weights_proj": Linear(g, HIDDEN, INDEX_DIM + INDEX_HEADS), "k_norm": Norm(g, INDEX_DIM),
-        "wq_b": Linear(g, Q_LORA, INDEX_HEADS * INDEX_DIM),
+        "head_dim": INDEX_DIM, "fused_qkv_a_proj": linear(qkv), "q_a_layernorm": q_norm,
+        "kv_a_layernorm": kv_norm, "q_proj": linear(q), "o_proj": linear(o, reduce),
+        "W_UK_T": setup.put(up_k[mine].to(setup.dtype)), "W_UV": setup.put(up_v[mine].to(setup.dtype)),
+        "wk_weights_proj": linear(weight(INDEX_DIM + INDEX_HEADS, HIDDEN)), "k_norm": norm(INDEX_DIM),
+        "wq_b": linear(weight(INDEX_HEADS * INDEX_DIM, Q_LORA)),
     }  # fmt: skip
     for name, value in values.items():
         setattr(impl, name, value)
@@ -94,9 +187,11 @@ def make_impl(layer: int, buffer: torch.Tensor) -> KVOffloadSFAImpl:
 def cos_and_sin(positions: torch.Tensor, use_cache: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, 1, 1, ROPE] each; stands for upstream's tables."""
     del use_cache
-    angles = positions.float().unsqueeze(1) / 10000 ** (torch.arange(ROPE // 2) / (ROPE // 2))
+    where = plain(positions).float().unsqueeze(1)
+    angles = where / 10000 ** (torch.arange(ROPE // 2) / (ROPE // 2))
     angles = torch.cat([angles, angles], dim=-1).view(-1, 1, 1, ROPE)
-    return angles.cos(), angles.sin()
+    tables = angles.cos(), angles.sin()
+    return tuple(map(on_npu, tables)) if positions.device == NPU else tables  # type: ignore[return-value]
 
 
 def make_builder() -> KVOffloadSFAMetadataBuilder:
@@ -110,24 +205,47 @@ def make_builder() -> KVOffloadSFAMetadataBuilder:
     return builder
 
 
-def common_metadata(step: dict[str, Any], pad: int) -> AscendCommonAttentionMetadata:
+def make_proposer(builder: KVOffloadSFAMetadataBuilder, setup: Setup) -> Any:
+    """Upstream's proposer as far as it makes the metadata of a step's later draft passes."""
+    proposer: Any = object.__new__(AscendSpecDecodeBaseProposer)
+    group = SimpleNamespace(get_metadata_builder=lambda: builder)
+    count = setup.drafts + 1
+
+    def buffers(size: int) -> list[torch.Tensor]:
+        return [setup.put(torch.zeros(size, dtype=torch.int32)) for _ in range(count)]
+
+    values = {
+        "method": "mtp", "uses_mrope": False, "max_model_len": MAX_LEN, "has_gdn": False, "block_size": BLOCK,
+        "runner": SimpleNamespace(), "use_compress": False, "draft_attn_groups": [group],
+        "arange": setup.put(torch.arange(9, dtype=torch.int32)),
+        "token_arange_np": torch.arange(9, dtype=torch.int32).numpy(), "slot_mapping_group": buffers(96),
+        "seq_lens_group": buffers(8), "query_start_loc_group": buffers(9),
+    }  # fmt: skip
+    proposer.__dict__.update(values)
+    return proposer
+
+
+def common_metadata(step: dict[str, Any], pad: int, setup: Setup) -> AscendCommonAttentionMetadata:
     """Upstream's real common metadata of a step, padded as for a graph."""
     starts = torch.tensor(step["starts"], dtype=torch.int32)
     tokens = int(starts[-1])
+    lengths = torch.tensor(step["lengths"], dtype=torch.int32)
+    slots = torch.nn.functional.pad(step["slots"].to(torch.int32), (0, pad), value=-1)
     return AscendCommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=torch.tensor(step["lengths"], dtype=torch.int32),
+        query_start_loc=setup.put(starts),
+        query_start_loc_cpu=starts.clone(),
+        seq_lens=setup.put(lengths),
         num_reqs=len(step["lengths"]),
         num_actual_tokens=tokens,
         max_query_len=int(starts.diff().max()),
         max_seq_len=max(step["lengths"]),
-        block_table_tensor=step["blocks"],
-        slot_mapping=torch.nn.functional.pad(step["slots"].to(torch.int32), (0, pad), value=-1),
+        block_table_tensor=setup.put(step["blocks"]),
+        slot_mapping=setup.put(slots),
         causal=True,
-        positions=torch.nn.functional.pad(step["positions"], (0, pad)),
+        positions=setup.put(torch.nn.functional.pad(step["positions"], (0, pad))),
         attn_state=AscendAttentionState.ChunkedPrefill,
         num_input_tokens=tokens + pad,
+        _seq_lens_cpu=lengths.clone(),
     )
 
 
@@ -152,47 +270,65 @@ def make_step(requests: dict[str, tuple[int, int]]) -> dict[str, Any]:
 
 
 class Adapter:
-    """All layers. movement: how rows move with the offload; None is upstream without it."""
+    """All layers of a rank. host: the host pool of rank 0, for the others."""
 
-    def __init__(self, movement: str | None, seed: int | None = None) -> None:
-        buffer = torch.zeros((96, TOPK), dtype=torch.int32)
-        self.impls = [make_impl(layer, buffer) for layer in range(len(TYPES))]
-        self.builder = make_builder()
-        indexer = torch.zeros((BLOCKS, BLOCK, 1, INDEX_DIM))
-        self.caches: list[tuple[torch.Tensor, ...]] = [
-            (
-                torch.zeros((BLOCKS, BLOCK, 1, LATENT)),
-                torch.zeros((BLOCKS, BLOCK, 1, ROPE)),
-                *([indexer.clone()] if kind == "full" else []),
-            )
-            for kind in TYPES
-        ]
+    def __init__(
+        self, setup: Setup, rank: int = 0, ranks: Ranks = ALONE, host: Sequence[SplitRows] | None = None
+    ) -> None:
+        self.setup, self.npu = setup, SimulatedNpu()
+        buffer = setup.put(torch.zeros((96, TOPK), dtype=torch.int32))
+        layers = range(len(setup.types))
+        self.impls = [make_impl(layer, buffer, setup, rank, ranks) for layer in layers]
+        # As upstream has them: one for the layers with an indexer, one for those without.
+        self.builders = {kind: make_builder() for kind in ("full", "shared")}
+        self.proposer = make_proposer(self.builders["full"], setup)
+        self.caches = [self._caches(kind) for kind in setup.types]
         self.names: tuple[str, ...] = ()
+        self.watch: Callable[[str], None] = lambda _: None
         self.offload: AscendOffload | None = None
-        if movement is not None:
-            self._offload(movement, seed)
+        if setup.movement is not None:
+            self._offload(rank, ranks, host)
 
-    def _offload(self, movement: str, seed: int | None) -> None:
-        geometry = KVGeometry.from_hf_config(CONFIG, layout="ascend")
+    def _caches(self, kind: str) -> tuple[torch.Tensor, ...]:
+        """(latent, rope[, indexer key]); with the offload the first two are host memory."""
+        setup = self.setup
+        main = [torch.zeros((BLOCKS, BLOCK, 1, width), dtype=setup.dtype) for width in (LATENT, ROPE)]
+        keys = [torch.zeros((BLOCKS, BLOCK, 1, INDEX_DIM), dtype=setup.dtype)] if kind == "full" else []
+        if setup.movement is None:
+            return tuple(map(setup.put, (*main, *keys)))
+        return (*main, *map(setup.put, keys))
+
+    def _offload(self, rank: int, ranks: Ranks, host: Sequence[SplitRows] | None) -> None:
+        setup = self.setup
+        geometry = setup.geometry
+        config = SparseOffloadConfig(
+            enabled=True, topk_buffer_size=setup.slots, delivery=setup.delivery, policy="rrip"
+        )
         sizes = tuple(c.row_bytes for c in geometry.main_components)
-        basics = (sizes, torch.float32, torch.device("cpu"), scatter_nd_update)
-        kernels = SimpleNamespace(dsa_serve_rows=serve_rows)
-        row_ops = {
-            "portable": lambda: PortableRows(*basics),
-            "sparse_copy": lambda: SparseCopyRows(*basics, sparse_copy),
-            "kernels": lambda: KernelRows(*basics, kernels),
-        }[movement]()
-        host = []
-        for latent, rope, *_ in self.caches:  # the same tuple positions, but host memory
-            parts = [part.view(BLOCKS, BLOCK, -1).view(torch.uint8) for part in (latent, rope)]
-            host.append(SplitRows(parts, [part.data_ptr() for part in parts]))
-        delays = None if seed is None else DelayPlan(seed, max_ms=3)
-        self.runtime = NpuRuntime(SimulatedNpu(), 0, CpuRuntime(delays))
-        manager = SparseKVManager(
-            geometry, SparseOffloadConfig(enabled=True, topk_buffer_size=SLOTS), max_num_seqs=2,
-            max_model_len=MAX_LEN, prefill_buffers=2, host_layers=host, block_size=BLOCK,
-            runtime=self.runtime, row_ops=row_ops,
-        )  # fmt: skip
+        basics = (sizes, setup.dtype, setup.device, device_op(scatter_nd_update))
+        copies = setup.movement == "sparse_copy"
+        row_ops = SparseCopyRows(*basics, device_op(sparse_copy)) if copies else PortableRows(*basics)
+        self.kernels = setup.kernels(self.npu) if setup.kernels is not None else None
+        if host is None:
+            host = []
+            for latent, rope, *_ in self.caches:  # the same tuple positions, but host memory
+                parts = [part.view(BLOCKS, BLOCK, -1).view(torch.uint8) for part in (latent, rope)]
+                host.append(SplitRows(parts, [part.data_ptr() for part in parts]))
+        self.host = host
+        delays = None if setup.seed is None else DelayPlan(setup.seed, max_ms=3)
+        self.runtime = NpuRuntime(self.npu, 0, CpuRuntime(delays))
+        planning = None
+        if self.kernels is not None:
+            planning = device_planning(self.kernels, setup.device, geometry, config, MAX_LEN // BLOCK)
+        try:
+            manager = SparseKVManager(
+                geometry, config, max_num_seqs=2, max_model_len=MAX_LEN, prefill_buffers=2,
+                host_layers=list(host), block_size=BLOCK, runtime=self.runtime, row_ops=row_ops,
+                planning=planning, writer=rank == 0, barrier=ranks.barrier if ranks.size > 1 else None,
+            )  # fmt: skip
+        except ConfigError:
+            self.runtime.shutdown()
+            raise
         self.offload = offload = object.__new__(AscendOffload)
         offload.geometry, offload.manager = geometry, manager
         offload._target = offload._draft = None
@@ -201,23 +337,67 @@ class Adapter:
         for layer, impl in enumerate(self.impls):
             bind_offload(impl, offload, layer)
 
+    @property
+    def manager(self) -> SparseKVManager:
+        assert self.offload is not None
+        return self.offload.manager
+
     def run(self, step: dict[str, Any], pad: int = 0) -> list[torch.Tensor]:
         """One step through upstream's forward; outputs of all layers, without padding."""
         self.names = step["names"]
-        metadata = self.builder.build(0, common_metadata(step, pad))
-        hidden = torch.nn.functional.pad(step["hidden"], (0, 0, 0, pad))
+        self.common = common_metadata(step, pad, self.setup)
+        metadata = {kind: builder.build(0, self.common) for kind, builder in self.builders.items()}
+        hidden = torch.nn.functional.pad(step["hidden"], (0, 0, 0, pad)).to(self.setup.dtype)
+        return self._forward(range(len(TYPES)), self.setup.put(hidden), metadata, len(step["hidden"]))
+
+    def _forward(
+        self, layers: range, hidden: torch.Tensor, metadata: dict[str, Any], count: int
+    ) -> list[torch.Tensor]:
         outputs = []
-        for impl, cache in zip(self.impls, self.caches, strict=True):
+        self.watch("prepared")
+        for layer in layers:
             output = torch.empty_like(hidden)
-            impl.forward(impl.layer_name, hidden, cache, metadata, False, output)
-            outputs.append(output[: len(step["hidden"])].clone())
+            impl, given = self.impls[layer], metadata[self.setup.types[layer]]
+            impl.forward(impl.layer_name, hidden, self.caches[layer], given, False, output)
+            self.watch(f"layer {layer}")
+            outputs.append(output)
             hidden = hidden + output  # layers see each other's results
+        return [plain(output)[:count].clone() for output in outputs]
+
+    def draft(self, step: dict[str, Any], rejected: Sequence[int], pad: int = 0) -> list[torch.Tensor]:
+        """The draft passes behind a step of which so many drafts were rejected; the MTP layer's outputs."""
+        setup, mtp, builder = self.setup, range(len(TYPES), len(TYPES) + 1), self.builders["full"]
+        common, count = self.common, len(step["names"])
+        common = replace(common, seq_lens=common.seq_lens.clone(), slot_mapping=common.slot_mapping.clone())
+        metadata = [builder.build(0, common)]
+        last = torch.tensor(step["starts"][1:]) - 1 - torch.tensor(rejected)
+        positions = setup.put(step["positions"][last].clone())
+        for index in range(1, setup.drafts):
+            common, made = self.proposer.attn_update_stack_num_spec_norm(
+                index, metadata[-1], common, count, count + pad, positions, CUDAGraphMode.NONE,
+                attn_group=self.proposer.draft_attn_groups[0],
+            )  # fmt: skip
+            if self.offload is None:  # upstream counts the rejected drafts, see the builder
+                made.seq_lens = torch.minimum(made.seq_lens, (common.positions[:count] + 1).to(torch.int32))
+            metadata.append(made)
+        outputs = []
+        for index, made in enumerate(metadata):
+            tokens = int(made.num_actual_tokens)
+            g = torch.Generator().manual_seed(sum(step["lengths"]) + 1000 * index)
+            hidden = torch.randn((made.num_input_tokens, HIDDEN), generator=g).to(setup.dtype)
+            outputs += self._forward(mtp, setup.put(hidden), {"full": made}, tokens)
         return outputs
 
     def run_all(self, steps: int | None = None) -> Iterator[list[torch.Tensor]]:
         """Outputs of STEPS, some of them padded: with other padding a projection rounds otherwise."""
         for number, step in enumerate(STEPS[:steps]):
             yield self.run(make_step(step), pad=number % 3)
+
+    def run_drafting(self) -> Iterator[list[torch.Tensor]]:
+        """Outputs of DRAFTED with their draft passes, target layers first."""
+        for number, (step, rejected) in enumerate(drafted(self.setup.drafts)):
+            made, pad = make_step(step), number % 3
+            yield [*self.run(made, pad), *self.draft(made, rejected, pad)]
 
     def close(self) -> None:
         if self.offload is not None:
@@ -232,6 +412,26 @@ STEPS = [
     {"b": (39, 1)},
     {"b": (40, 9), "a": (76, 1)},
 ]
+
+
+def drafted(count: int) -> Iterator[tuple[dict[str, tuple[int, int]], list[int]]]:
+    """Steps of a run with ``count`` drafts, and how many were rejected in each, for each request."""
+    g = torch.Generator().manual_seed(count)
+    computed = {"a": 0, "b": 0}
+    yield {"a": (0, 40), "b": (0, 25)}, [0, 0]
+    computed.update(a=40, b=25)
+    for number in range(14):
+        step = {name: (done, 1 + count) for name, done in computed.items()}
+        if number == 6:
+            del step["a"]
+        if number == 8:
+            step["a"] = (computed["a"], 11)  # a session that goes on with more input
+        rejected = [int(torch.randint(0, 1 + count, (1,), generator=g)) for _ in step]
+        if number == 8:
+            rejected[0] = 0
+        yield step, rejected
+        for (name, (done, queries)), lost in zip(step.items(), rejected, strict=True):
+            computed[name] = done + queries - lost
 
 
 def patch_tables(monkeypatch: Any) -> None:

@@ -1,29 +1,69 @@
 """Run inside the Ascend environment by test_ascend.py: the adapter on the simulated NPU.
 
 Steps of prefill chunks, decodes and mixtures go through upstream's forward, with the offload and without.
-What attention was given and what it returned is written to a file, with which test_ascend.py feeds the CPU
+What attention was given and what it returned is written to files, with which test_ascend.py feeds the CPU
 platform.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import vllm_ascend.worker.worker  # noqa: F401  # the only order in which upstream's modules can be imported
-from adapter_model import BLOCK, STEPS, TYPES, Adapter, common_metadata, make_step, patch_tables
+from adapter_model import (
+    BLOCK,
+    STEPS,
+    TYPES,
+    Adapter,
+    Ranks,
+    Setup,
+    common_metadata,
+    make_builder,
+    make_step,
+    patch_tables,
+)
+from kernel_stand_ins import CoreKernels, TwinKernels
+from simulated_device import NPU, plain, syncs, watched
 from simulated_npu import install
 
+from vllm_kvoffload.config import ConfigError
 from vllm_kvoffload.platforms.ascend.attention import step_batch
+from vllm_kvoffload.runtime.npu import DeviceLane
 
-MOVEMENTS = ("portable", "sparse_copy", "kernels")
+TWIN = os.environ.get("KVOFFLOAD_KERNELS_TWIN", "")
+Outputs = list[list[torch.Tensor]]
+
+PORTABLE = Setup("portable")
+KERNELS = Setup("portable", kernels=CoreKernels)
+COMPACT = Setup("portable", kernels=CoreKernels, delivery="compact")
+SETUPS = {
+    "portable": PORTABLE,
+    "sparse_copy": Setup("sparse_copy"),
+    "kernels": KERNELS,
+    "kernels and sparse_copy": Setup("sparse_copy", kernels=CoreKernels),
+    "compact kernels": COMPACT,
+}
+ON_NPU = {name: Setup(**{**vars(setup), "device": NPU}) for name, setup in SETUPS.items()}
 
 
-@pytest.fixture
+def changed(setup: Setup, **fields: Any) -> Setup:
+    return Setup(**{**vars(setup), **fields})
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    """Tensors can be on the simulated NPU."""
+    yield from watched()  # type: ignore[misc]
+
+
+@pytest.fixture(autouse=True)
 def indexed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Queries and weights that the indexer was asked with."""
     log: list[Any] = []
@@ -32,115 +72,388 @@ def indexed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return log
 
 
-@pytest.fixture
-def without(indexed: list[Any]) -> list[list[torch.Tensor]]:
-    adapter = Adapter(None)
-    outputs = list(adapter.run_all())
-    indexed.clear()
-    return outputs
+def run(setup: Setup, steps: int | None = None) -> tuple[Outputs, Any]:
+    """Outputs of all steps, and the totals of the offload."""
+    adapter = Adapter(setup)
+    try:
+        outputs = list(adapter.run_drafting() if setup.drafts else adapter.run_all(steps))
+        stats = None
+        if adapter.offload is not None:
+            for _ in range(2):  # counters of the device are read back one join late
+                adapter.manager.delivery.join()
+            stats = adapter.manager.stats
+        if isinstance(getattr(adapter, "kernels", None), TwinKernels):
+            assert adapter.kernels.reported == []
+        return outputs, stats
+    finally:
+        adapter.close()
 
 
-@pytest.mark.parametrize("movement", MOVEMENTS)
-@pytest.mark.parametrize("seed", [None, 1, 2])
-def test_same_outputs_as_upstream_without_offload(
-    movement: str, seed: int | None, without: list[list[torch.Tensor]]
-) -> None:
-    adapter = Adapter(movement, seed)
-    for number, (found, expected) in enumerate(zip(adapter.run_all(), without, strict=True)):
-        for layer, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert torch.equal(ours, theirs), f"step {number}, layer {layer}"
-    stats = adapter.offload.manager.stats  # type: ignore[union-attr]
+_without: dict[tuple[Any, ...], Outputs] = {}
+
+
+def upstream(setup: Setup) -> Outputs:
+    """Outputs without the offload."""
+    key = (setup.dtype, setup.drafts)
+    if key not in _without:
+        _without[key] = run(Setup(dtype=setup.dtype, drafts=setup.drafts))[0]
+    return _without[key]
+
+
+def differences(found: Outputs, expected: Outputs) -> list[str]:
+    return [
+        f"step {number}, pass {layer}"
+        for number, (ours, theirs) in enumerate(zip(found, expected, strict=False))
+        for layer, (our, their) in enumerate(zip(ours, theirs, strict=True))
+        if not torch.equal(our, their)
+    ]
+
+
+def check(setup: Setup) -> Any:
+    found, stats = run(setup)
+    assert len(found) == len(upstream(setup))
+    assert differences(found, upstream(setup)) == []
     assert stats.hits > 0
     assert stats.misses > 0
+    assert stats.fetched_bytes > 0
+    return stats
+
+
+# ------------------------------------------------------------------------------------ the same as upstream
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("name", SETUPS)
+def test_same_outputs_as_upstream_without_offload(name: str, seed: int | None) -> None:
+    check(changed(SETUPS[name], seed=seed))
+
+
+@pytest.mark.parametrize("name", ON_NPU)
+def test_same_outputs_with_memory_that_is_a_devices(name: str) -> None:
+    stats = check(ON_NPU[name])
+    expected = run(SETUPS["portable"])[1]
+    assert (stats.hits, stats.misses, stats.fetched_bytes) == (
+        expected.hits,
+        expected.misses,
+        expected.fetched_bytes,
+    )
+
+
+@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_same_outputs_with_drafts(name: str, drafts: int) -> None:
+    """Also of the MTP layer's passes. Rejected drafts differ from step to step."""
+    check(changed(SETUPS[name], drafts=drafts, slots=128, seed=7))
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_same_outputs_in_bf16(name: str) -> None:
+    check(changed(SETUPS[name], dtype=torch.bfloat16, drafts=1))
+
+
+@pytest.mark.skipif(not TWIN, reason="no library of the kernels for the CPU twin")
+@pytest.mark.parametrize("delivery", ["in_place", "compact"])
+@pytest.mark.parametrize("drafts", [0, 1])
+def test_same_outputs_with_the_kernels_themselves(delivery: str, drafts: int) -> None:
+    """The AscendC kernels on the CPU twin, which must have nothing to report."""
+    check(
+        Setup(
+            "portable",
+            device=NPU,
+            delivery=delivery,
+            drafts=drafts,
+            slots=1024,
+            kernels=partial(TwinKernels, library=TWIN),
+            dtype=torch.bfloat16,
+        )
+    )
+
+
+@pytest.mark.skipif(not TWIN, reason="no library of the kernels for the CPU twin")
+def test_sizes_that_the_kernels_can_not_do_are_refused_at_start() -> None:
+    """64 slots are 4 sets of 16; the kernel wants 64 sets."""
+    with pytest.raises(ConfigError, match=r"KVOFFLOAD_ASCEND_OPS.*at least 64 per row, got 4.*Fix: "):
+        Adapter(Setup("portable", device=NPU, kernels=partial(TwinKernels, library=TWIN)))
+
+
+# ---------------------------------------------------------------------------------------------- TP ranks
+
+
+def run_ranks(setup: Setup, size: int) -> list[Outputs]:
+    """All ranks of a model, each in a thread. With the offload they share rank 0's host pool."""
+    ranks = Ranks(size)
+    first = Adapter(setup, 0, ranks)
+    host = first.host if setup.movement else None
+    adapters = [first, *(Adapter(setup, rank, ranks, host) for rank in range(1, size))]
+    results: list[Any] = [None] * size
+
+    def work(rank: int) -> None:
+        adapter = adapters[rank]
+        try:
+            results[rank] = list(adapter.run_drafting() if setup.drafts else adapter.run_all())
+        except BaseException as error:
+            results[rank] = error
+            ranks._barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for adapter in adapters:
+        adapter.close()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_two_ranks_give_what_two_ranks_give_upstream(name: str) -> None:
+    setup = changed(SETUPS[name], drafts=1, seed=3)
+    expected = run_ranks(Setup(drafts=1), 2)
+    found = run_ranks(setup, 2)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert differences(ours, theirs) == []
+    assert differences(found[0], found[1]) == []
+
+
+def test_control_a_rank_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the wait for rank 0's writes another rank reads rows that aren't there yet."""
+    monkeypatch.setattr("vllm_kvoffload.sparse.host_store.HostStore.join", lambda _: None)
+    monkeypatch.setattr("vllm_kvoffload.sparse.host_store.HostStore.await_own_writes", lambda *_: None)
+    monkeypatch.setattr("vllm_kvoffload.runtime.delay.DelayPlan.delay_s", lambda *_: 0.05)
+    found = run_ranks(changed(PORTABLE, seed=3), 2)
+    assert differences(found[1], run_ranks(Setup(), 2)[1])
+
+
+# --------------------------------------------------------------------------------- what the host waits for
+
+
+def waits_by_layer(setup: Setup) -> tuple[list[list[str]], list[str]]:
+    """For every pure decode step: where the host waited within layers; and while it was prepared."""
+    adapter, within, before = Adapter(setup), [], []
+    seen: list[tuple[str, list[str]]] = []
+    adapter.watch = lambda where: seen.append((where, syncs.take()))
+    for step in STEPS:
+        made = make_step(step)
+        seen.clear()
+        syncs.take()
+        adapter.run(made)
+        if all(queries == 1 for _, queries in step.values()):
+            before += seen[0][1]
+            within.append([f"{where}: {what}" for where, waits in seen[1:] for what in waits])
+    adapter.close()
+    assert len(within) > 10
+    return within, before
+
+
+@pytest.mark.parametrize("name", ["kernels", "kernels and sparse_copy", "compact kernels"])
+def test_with_the_kernels_no_layer_waits_for_the_device(name: str) -> None:
+    within, before = waits_by_layer(ON_NPU[name])
+    assert within == [[]] * len(within)
+    # Lengths, blocks and slots come from the device, the positions' ends go there: once a step.
+    assert len(before) <= 4 * len(within)
+
+
+def test_control_plans_on_the_host_wait_in_every_owner_layer() -> None:
+    within, _ = waits_by_layer(ON_NPU["portable"])
+    owners = [layer for layer, kind in enumerate(TYPES) if kind == "full"]
+    for step in within:
+        assert all(any(wait == f"layer {layer}: cpu" for wait in step) for layer in owners)
+
+
+def test_a_plan_is_made_once_in_a_group_and_followers_are_fetched_ahead() -> None:
+    adapter = Adapter(ON_NPU["kernels"])
+    for step in STEPS[:3]:
+        adapter.run(make_step(step))
+    adapter.kernels.calls.clear()
+    adapter.run(make_step(STEPS[3]))
+    owner = ["dsa_plan", "dsa_serve_rows", "dsa_serve_rows"]  # own rows, then the follower's misses
+    assert adapter.kernels.calls == [*owner, "dsa_serve_rows"] * 2
     adapter.close()
 
 
-@pytest.mark.parametrize("movement", MOVEMENTS)
-def test_control_a_wrong_host_row(movement: str, without: list[list[torch.Tensor]]) -> None:
-    adapter = Adapter(movement)
+@pytest.mark.parametrize("name", ["kernels", "compact kernels"])
+def test_control_a_lane_that_nobody_joins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = upstream(PORTABLE)
+    monkeypatch.setattr(DeviceLane, "join", lambda *_: None)
+    assert differences(run(ON_NPU[name], 12)[0], expected)
+
+
+def test_rows_that_the_kernels_refuse_are_an_error() -> None:
+    adapter = Adapter(KERNELS)
+    serve = adapter.kernels._serve
+
+    def refusing(host: Any, reports: Any, *rest: Any) -> None:
+        serve(host, reports, *rest)
+        reports[0, 1] = 1
+
+    adapter.kernels._serve = refusing
+    with pytest.raises(RuntimeError, match=r"left \d+ rows alone"):
+        list(adapter.run_all())
+    adapter.close()
+
+
+@pytest.mark.parametrize("name", ["portable", "kernels", "compact kernels"])
+def test_a_step_that_failed_half_way_can_run_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(*_: Any) -> None:
+        raise OSError("planted")
+
+    expected = upstream(PORTABLE)
+    adapter = Adapter(ON_NPU[name])
+    for number, step in enumerate(STEPS[:10]):
+        made = make_step(step)
+        if number in (4, 7):  # attention of layer 2 fails: layer 0's group is done, layer 2 has planned
+            with monkeypatch.context() as broken:
+                broken.setattr(adapter.impls[2], "_attend", attend)
+                with pytest.raises(OSError, match="planted"):
+                    adapter.run(made, pad=number % 3)
+        assert differences([adapter.run(made, pad=number % 3)], [expected[number]]) == []
+    adapter.close()
+
+
+# ----------------------------------------------------------------------------------------------- controls
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_control_a_wrong_host_row(name: str) -> None:
+    expected = upstream(PORTABLE)
+    adapter = Adapter(SETUPS[name])
     different = False
-    for found, expected in zip(adapter.run_all(), without, strict=True):
-        adapter.offload.manager.store.join()  # type: ignore[union-attr]
+    for found, right in zip(adapter.run_all(), expected, strict=True):
+        adapter.manager.store.join()
         adapter.caches[1][1].view(-1)[:] += 1.0  # rope parts of layer 1, in host memory
-        different |= not all(map(torch.equal, found, expected))
+        different |= bool(differences([found], [right]))
     assert different
     adapter.close()
 
 
-def test_control_a_wait_that_does_not_happen(
-    without: list[list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_control_a_wait_that_does_not_happen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the join of host writes a decode reads rows that aren't there yet."""
+    expected = upstream(PORTABLE)
     monkeypatch.setattr("vllm_kvoffload.sparse.host_store.HostStore.join", lambda _: None)
     monkeypatch.setattr("vllm_kvoffload.runtime.delay.DelayPlan.delay_s", lambda *_: 0.05)
-    adapter = Adapter("portable", seed=3)
-    found = list(adapter.run_all(6))
-    assert not all(all(map(torch.equal, f, e)) for f, e in zip(found, without, strict=False))
-    adapter.close()
+    assert differences(run(changed(PORTABLE, seed=3), 6)[0], expected)
+
+
+# ---------------------------------------------------------------------------------------------- metadata
 
 
 def test_a_batch_is_read_off_real_metadata() -> None:
     step = make_step({"a": (5, 3), "b": (0, 2)})
-    common = common_metadata(step, pad=3)
+    common = common_metadata(step, 3, Setup())
     padded = torch.tensor([0, 3, 5, 5, 5], dtype=torch.int32)  # two requests that are padding
     common.query_start_loc_cpu, common.num_reqs = padded, 4
-    common.seq_lens = torch.tensor([8, 2, 0, 0], dtype=torch.int32)
+    lengths = torch.tensor([8, 2, 0, 0], dtype=torch.int32)
     common.block_table_tensor = torch.cat([step["blocks"], step["blocks"]])
-    batch = step_batch(common, BLOCK)
+    batch = step_batch(common, lengths, BLOCK)
     assert batch.query_start_loc.tolist() == [0, 3, 5]
     assert batch.seq_lens.tolist() == [8, 2]
     assert torch.equal(batch.slot_mapping, step["slots"])
     assert torch.equal(batch.block_table, step["blocks"])
 
 
-@pytest.fixture
-def recorded(indexed: list[Any]) -> Iterator[list[dict[str, Any]]]:
-    """All that attention is given by the layers, to be given to the CPU platform."""
+def test_builders_that_are_asked_for_one_step_have_one_batch() -> None:
+    """Upstream has one for layers with an indexer and one for layers without, since their caches differ."""
+    builders = [make_builder(), make_builder()]
+    common = common_metadata(make_step(STEPS[2]), 0, Setup())
+    first, second = (builder.build(0, common) for builder in builders)
+    assert first is not second
+    assert first.batch is second.batch
+    assert first.causal_ends is second.causal_ends
+    again = builders[0].build(0, common_metadata(make_step(STEPS[2]), 0, Setup()))
+    assert again.batch is not first.batch
+
+
+def test_later_drafts_do_not_see_rejected_ones() -> None:
+    """Upstream's lengths count them; ours end at the query's own position."""
+    adapter = Adapter(Setup(drafts=2))
+    step = make_step({"a": (40, 3), "b": (25, 3)})
+    adapter.names = step["names"]
+    adapter.common = common = common_metadata(step, 0, adapter.setup)
+    builder = adapter.builders["full"]
+    positions = step["positions"][torch.tensor([0, 4])]  # two drafts of a were rejected, one of b
+    made = adapter.proposer.attn_update_stack_num_spec_norm(
+        1, builder.build(0, common), common, 2, 2, positions, None,
+        attn_group=adapter.proposer.draft_attn_groups[0],
+    )[1]  # fmt: skip
+    assert made.batch.seq_lens.tolist() == made.seq_lens.tolist() == [42, 28]
+    assert made.causal_ends.tolist() == [42, 28]
+    assert common.seq_lens.tolist() == [43, 28]  # and upstream adds one
+
+
+# ---------------------------------------------------------------------------------- for the CPU platform
+
+
+def recorded(adapter: Adapter, indexed: list[Any]) -> list[dict[str, Any]]:
+    """All that attention is given by the layers in all passes of a run."""
     records: list[dict[str, Any]] = []
-    adapter = Adapter("portable", seed=5)
     keys: list[torch.Tensor] = []
-    for impl in adapter.impls:
+
+    def watch_layer(layer: int, impl: Any) -> None:
         attend, before, kv = (
             impl._execute_sparse_flash_attention_process,
             impl.indexer_select_pre_process,
             impl.kv,
         )
 
-        def watched_attend(q: torch.Tensor, rope: torch.Tensor, *rest: Any, attend: Any = attend) -> Any:
+        def watched_attend(q: torch.Tensor, rope: torch.Tensor, *rest: Any) -> Any:
             out = attend(q, rope, *rest)
-            records[-1]["layers"][-1].update(q=torch.cat([q, rope], -1), out=out.clone())
+            used = len(rest[2].causal_ends)
+            given = records[-1]["layers"][-1]
+            given.update(q=plain(torch.cat([q, rope], -1))[:used].clone(), out=plain(out)[:used].clone())
+            if indexed:
+                given.update(index_q=indexed[-1][0], weights=indexed[-1][1], key=plain(keys[-1]).squeeze(1))
+                indexed.clear()
             return out
 
-        def watched_before(*args: Any, before: Any = before, **kwargs: Any) -> Any:
+        def watched_before(*args: Any, **kwargs: Any) -> Any:
             keys.append(before(*args, **kwargs)[0])
             return keys[-1], None
 
         class WatchedKV:
-            def __init__(self, inner: Any) -> None:
-                self.append_inner, self.parts = inner.append, inner.parts
+            parts = kv.parts
 
             def append(self, rows: Any, slots: torch.Tensor) -> None:
-                records[-1]["layers"].append({"rows": torch.cat([p.clone() for p in rows.parts], -1)})
-                self.append_inner(rows, slots)
+                copies = torch.cat([plain(part).clone() for part in rows.parts], -1)
+                records[-1]["layers"].append({"layer": layer, "rows": copies})
+                kv.append(rows, slots)
 
         impl._execute_sparse_flash_attention_process = watched_attend
-        impl.indexer_select_pre_process, impl.kv = watched_before, WatchedKV(kv)
-    for step in STEPS:
-        made = make_step(step)
-        records.append(
-            {"starts": np.array(made["starts"]), "lengths": np.array(made["lengths"]), "layers": []}
-        )
-        records[-1].update(blocks=made["blocks"], slots=made["slots"])
-        keys.clear()
-        indexed.clear()
-        adapter.run(made)
-        owners = [layer for layer, kind in enumerate(TYPES) if kind == "full"]
-        for layer, key, (query, weights) in zip(owners, keys, indexed, strict=True):
-            records[-1]["layers"][layer].update(key=key.squeeze(1), index_q=query, weights=weights)
-    yield records
+        impl.indexer_select_pre_process, impl.kv = watched_before, WatchedKV()
+
+    for layer, impl in enumerate(adapter.impls):
+        watch_layer(layer, impl)
+    forward: Callable[..., Any] = adapter._forward
+
+    def watched_forward(layers: range, hidden: torch.Tensor, metadata: dict[str, Any], count: int) -> Any:
+        batch = metadata["full"].batch
+        records.append({"starts": batch.query_start_loc, "lengths": batch.seq_lens, "layers": []})
+        records[-1].update(blocks=batch.block_table.clone(), slots=batch.slot_mapping.clone())
+        return forward(layers, hidden, metadata, count)
+
+    adapter._forward = watched_forward  # type: ignore[method-assign]
+    return records
+
+
+RECORDED = {
+    "portable": changed(PORTABLE, seed=5),
+    "kernels": ON_NPU["kernels"],
+    "compact": ON_NPU["compact kernels"],
+    "drafts": changed(ON_NPU["kernels"], drafts=2, slots=128),
+    "bf16": changed(ON_NPU["kernels"], dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_records_for_the_cpu_platform(name: str, indexed: list[Any]) -> None:
+    setup = RECORDED[name]
+    adapter = Adapter(setup)
+    records = recorded(adapter, indexed)
+    for _ in adapter.run_drafting() if setup.drafts else adapter.run_all():
+        pass
     adapter.close()
-
-
-def test_records_for_the_cpu_platform(recorded: list[dict[str, Any]]) -> None:
-    assert [len(record["layers"]) for record in recorded] == [len(TYPES)] * len(STEPS)
-    torch.save(recorded, os.environ["KVOFFLOAD_RECORDS"])
+    targets = [record for record in records if len(record["layers"]) == len(TYPES)]
+    assert len(records) == len(targets) * (1 + setup.drafts)
+    torch.save(records, Path(os.environ["KVOFFLOAD_RECORDS"]) / f"{name}.pt")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +18,20 @@ import torch
 
 from vllm_kvoffload.platforms.cpu.kernels import indexer_scores, select_topk, sparse_mla_attend
 
+from simulated_device import Device, device_op  # isort: skip
+
 
 class SimulatedNpu:
-    """Stands for torch.npu. A device that is done with everything at once; `busy` holds new events back."""
+    """Stands for torch.npu. A device that is done with everything at once; `busy` holds new events back.
+
+    Kernels that are launched on a side stream run when somebody waits for them, and not before: what nobody
+    waits for comes too late.
+    """
 
     def __init__(self) -> None:
         self.busy = False
-        self.streams: list[str] = []
+        self.main = SimulatedStream()
+        self._current = threading.local()
 
     def set_device(self, device: int) -> None:
         assert device == 0
@@ -31,19 +39,49 @@ class SimulatedNpu:
     def current_device(self) -> int:
         return 0
 
-    def current_stream(self) -> SimpleNamespace:
-        return SimpleNamespace(synchronize=lambda: None)
+    def current_stream(self) -> SimulatedStream:
+        return getattr(self._current, "stream", self.main)
 
-    def Stream(self) -> SimpleNamespace:  # torch's name
-        return SimpleNamespace(synchronize=lambda: None)
+    def Stream(self) -> SimulatedStream:  # torch's name
+        return SimulatedStream()
 
     @contextlib.contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        assert stream is not None
-        yield
+    def stream(self, stream: SimulatedStream) -> Iterator[None]:
+        before, self._current.stream = self.current_stream(), stream
+        try:
+            with Device():
+                yield
+        finally:
+            self._current.stream = before
 
     def Event(self) -> SimulatedEvent:
         return SimulatedEvent(self)
+
+    def launch(self, kernel: Callable[[], object]) -> None:
+        stream = self.current_stream()
+        if stream is self.main:
+            kernel()
+        else:
+            stream.kernels.append(kernel)
+
+
+class SimulatedStream:
+    """Kernels that nobody has waited for yet, in order."""
+
+    def __init__(self) -> None:
+        self.kernels: list[Callable[[], object]] = []
+        self.done = 0
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        event.stream.run_to(event.position)
+
+    def run_to(self, position: int) -> None:
+        while self.done < position:
+            self.kernels.pop(0)()
+            self.done += 1
+
+    def synchronize(self) -> None:
+        self.run_to(self.done + len(self.kernels))
 
 
 class SimulatedEvent:
@@ -52,11 +90,16 @@ class SimulatedEvent:
     def __init__(self, npu: SimulatedNpu) -> None:
         self._npu, self._held = npu, False
 
-    def record(self, stream: Any = None) -> None:  # noqa: ARG002
+    def record(self, stream: SimulatedStream | None = None) -> None:
         self._held = self._npu.busy
+        self.stream = stream or self._npu.current_stream()
+        self.position = self.stream.done + len(self.stream.kernels)
 
     def query(self) -> bool:
-        return not (self._held and self._npu.busy)
+        if self._held and self._npu.busy:
+            return False
+        self.stream.run_to(self.position)  # who asks is going to wait
+        return True
 
 
 def rms_norm(
@@ -137,7 +180,7 @@ def sparse_flash_attention(
     return_softmax_lse: bool,
 ) -> torch.Tensor:  # fmt: skip
     """npu_sparse_flash_attention over pages, with the causal mask of sparse_mode 3."""
-    assert value is key
+    assert value.data_ptr() == key.data_ptr()
     assert (sparse_block_size, layout_query, layout_kv) == (1, "TND", "PA_BSND")
     assert (sparse_mode, attention_mode, return_softmax_lse) == (3, 2, False)
     for tensor in (key, key_rope, sparse_indices, block_table):
@@ -156,7 +199,7 @@ def sparse_flash_attention(
     pages = block_table.long()[owner].gather(1, ids.clamp(min=0) // key.shape[1])
     where = (pages * key.shape[1] + ids.clamp(min=0) % key.shape[1]).masked_fill(ids < 0, -1)
     queries = torch.cat([query[:used], query_rope[:used]], dim=-1)
-    out = torch.zeros(query.shape)
+    out = torch.zeros(query.shape, dtype=query.dtype)
     out[:used] = sparse_mla_attend(queries, rows, where, scale_value, key.shape[-1])
     return out
 
@@ -174,27 +217,6 @@ def sparse_copy(
     return 0
 
 
-def serve_rows(
-    host: list[int], host_blocks: int, block_size: int, hot: list[torch.Tensor], new_rows: list[torch.Tensor],
-    block_table: torch.Tensor, query_start_loc: torch.Tensor, rows: torch.Tensor, miss_ids: torch.Tensor,
-    miss_slots: torch.Tensor, miss_counts: torch.Tensor, new_slots: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """torch.ops.kvoffload.dsa_serve_rows, as csrc/ascendc/torch declares it."""
-    assert len(query_start_loc) == len(rows) + 1
-    assert not len(new_slots)
-    assert not any(map(len, new_rows))
-    for n, row in enumerate(rows.tolist()):
-        for place in range(int(miss_counts[n]) if row >= 0 else 0):
-            token, slot = int(miss_ids[n, place]), int(miss_slots[n, place])
-            block = int(block_table[n, token // block_size])
-            assert 0 <= block < host_blocks
-            for base, pool in zip(host, hot, strict=True):
-                width = pool.shape[-1]
-                source = base + (block * block_size + token % block_size) * width
-                ctypes.memmove(pool[row, slot].data_ptr(), source, width)
-    return torch.zeros((1, 8), dtype=torch.int64)
-
-
 def install(monkeypatch: Any, topk: int, log: list[Any]) -> None:
     """Puts the stand-ins where vllm_ascend.attention.sfa_v1 and device_op look for them."""
     import torch_npu
@@ -210,10 +232,9 @@ def install(monkeypatch: Any, topk: int, log: list[Any]) -> None:
         "npu_lightning_indexer": lightning_indexer(topk, log),
     }
     for name, function in stand_ins.items():
-        monkeypatch.setattr(torch_npu, name, function)
-    monkeypatch.setattr(
-        torch.ops._C_ascend, "npu_sparse_flash_attention", sparse_flash_attention, raising=False
-    )
+        monkeypatch.setattr(torch_npu, name, device_op(function))
+    attend = device_op(sparse_flash_attention)
+    monkeypatch.setattr(torch.ops._C_ascend, "npu_sparse_flash_attention", attend, raising=False)
     config = SimpleNamespace(c8_enable_reshape_optim=False)
     monkeypatch.setattr(sfa_v1, "get_ascend_config", lambda: config)
     prefetch = SimpleNamespace(maybe_prefetch_mla_or_sla_weight_in_current_stream=lambda **_: None)

@@ -22,6 +22,7 @@ from vllm_kvoffload.sparse.step import StepBatch
 
 HERE = Path(__file__).parent
 BLOCKS, BLOCK, LATENT, TOPK, SCALE = 24, 16, 64, 32, 0.1  # of adapter_model.py
+RECORDED = ("portable", "kernels", "compact", "drafts", "bf16")  # of inside_adapter.py
 INSIDE_S = 480
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -37,15 +38,25 @@ def ascend() -> Path:
 
 
 @pytest.fixture(scope="module")
-def inside(ascend: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int, Path]:
-    """(output, exit status, records) of the tests inside."""
-    records = tmp_path_factory.mktemp("records") / "records.pt"
+def twin() -> Path:
+    """The AscendC kernels, built for the CPU twin."""
+    sys.path.append(str(HERE.parent / "ascendc"))
+    import twin_kernels
+
+    return twin_kernels.build()
+
+
+@pytest.fixture(scope="module")
+def inside(ascend: Path, twin: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int, Path]:
+    """(output, exit status, folder of records) of the tests inside."""
+    records = tmp_path_factory.mktemp("records")
+    wants = {"KVOFFLOAD_RECORDS": str(records), "KVOFFLOAD_KERNELS_TWIN": str(twin)}
     command = [sys.executable, "-m", "pytest", "-c", "inside.ini", "--rootdir", ".", "-p", "prelude", "-v"]
     command += [path.name for path in sorted(HERE.glob("inside_*.py"))]
     done = subprocess.run(
         command,
         cwd=HERE,
-        env={**ascend_env.variables(ascend), "KVOFFLOAD_RECORDS": str(records)},
+        env={**ascend_env.variables(ascend), **wants},
         capture_output=True,
         text=True,
         timeout=INSIDE_S,
@@ -57,16 +68,17 @@ def inside(ascend: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str,
 def test_all_tests_inside_pass(inside: tuple[str, int, Path]) -> None:
     output, status, _ = inside
     assert status == 0, output[-20000:]
-    for name in ("test_symbol", "test_names_are_ours", "test_same_outputs", "test_a_batch_is_read"):
+    for name in ("test_symbol", "test_names_are_ours", "test_same_outputs", "test_piecewise_graphs"):
         assert name in output  # none of the modules was left out
 
 
-def test_the_cpu_platform_gives_the_same(inside: tuple[str, int, Path]) -> None:
-    """Bit for bit in fp32: prefill chunks, decodes and mixtures, whatever the simulated NPU was given."""
+@pytest.mark.parametrize("name", RECORDED)
+def test_the_cpu_platform_gives_the_same(name: str, inside: tuple[str, int, Path]) -> None:
+    """Bit for bit: prefill chunks, decodes, mixtures and drafts, whatever the simulated NPU was given."""
     compared = 0
-    for number, record in enumerate(cpu_platform(inside[2])):
+    for number, record in enumerate(cpu_platform(inside[2] / f"{name}.pt")):
         for layer, (found, expected) in enumerate(record):
-            assert torch.equal(found, expected), f"step {number}, layer {layer}"
+            assert torch.equal(found, expected), f"pass {number}, layer {layer}"
             compared += len(found)
     assert compared > 500
 
@@ -78,23 +90,23 @@ def test_control_another_choice(inside: tuple[str, int, Path], monkeypatch: pyte
     monkeypatch.setattr(
         attention, "sparse_mla_attend", lambda q, rows, index, *rest: attend(q, rows, index[:, :-1], *rest)
     )
-    pairs = [pair for record in cpu_platform(inside[2]) for pair in record]
+    pairs = [pair for record in cpu_platform(inside[2] / "portable.pt") for pair in record]
     assert not all(torch.equal(found, expected) for found, expected in pairs)
 
 
 def cpu_platform(records: Path) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """For each step and layer: what the CPU platform's indexer and attention return, and the adapter did."""
+    """For each pass and layer: what the CPU platform's indexer and attention return, and the adapter did."""
     from vllm_kvoffload.platforms.cpu.attention import CPUSparseMLAImpl
     from vllm_kvoffload.platforms.cpu.indexer import choose
 
     loaded: list[dict[str, Any]] = torch.load(records, weights_only=False)
-    layers = len(loaded[0]["layers"])
-    width = loaded[0]["layers"][0]["rows"].shape[1]
+    layers = 1 + max(given["layer"] for record in loaded for given in record["layers"])
+    rows = loaded[0]["layers"][0]["rows"]
     topk = torch.full((96, TOPK), -1, dtype=torch.int32)
     impls = []
     for _ in range(layers):
         impl = object.__new__(CPUSparseMLAImpl)
-        impl.kv = PagedKV(torch.zeros((BLOCKS, BLOCK, width)))
+        impl.kv = PagedKV(torch.zeros((BLOCKS, BLOCK, rows.shape[1]), dtype=rows.dtype))
         impl.scale, impl.kv_lora_rank, impl.topk_indices_buffer = SCALE, LATENT, topk
         impls.append(impl)
     indexers: dict[int, torch.Tensor] = {}
@@ -108,12 +120,15 @@ def cpu_platform(records: Path) -> list[list[tuple[torch.Tensor, torch.Tensor]]]
             block_size=BLOCK,
         )
         pairs = []
-        for layer, (impl, given) in enumerate(zip(impls, record["layers"], strict=True)):
+        for given in record["layers"]:
+            layer, impl = given["layer"], impls[given["layer"]]
             if "key" in given:
-                keys = given["key"]
-                cache = indexers.setdefault(layer, torch.zeros((BLOCKS, BLOCK, keys.shape[1])))
+                keys = given["key"][: len(record["slots"])]
+                empty = torch.zeros((BLOCKS, BLOCK, keys.shape[1]), dtype=keys.dtype)
+                cache = indexers.setdefault(layer, empty)
                 cache.view(-1, keys.shape[1]).index_copy_(0, record["slots"], keys)
-                choose(given["index_q"], given["weights"], cache, batch, topk)
+                tokens = len(record["slots"])
+                choose(given["index_q"][:tokens], given["weights"][:tokens], cache, batch, topk)
             impl.num_heads = given["q"].shape[1]
             assert impl.kv is not None
             impl.kv.append(given["rows"], record["slots"])

@@ -4,6 +4,7 @@ vllm-ascend.
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,15 @@ import torch
 
 from vllm_kvoffload.config import ConfigError
 from vllm_kvoffload.platforms.ascend import checks, symbols
-from vllm_kvoffload.platforms.ascend.caches import LayerCache, connector_entries, layer_caches
+from vllm_kvoffload.platforms.ascend.caches import (
+    IndexerLayout,
+    LayerCache,
+    bound_entries,
+    connector_entries,
+    indexer_layouts,
+    layer_caches,
+)
+from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV
 from vllm_kvoffload.platforms.refusal import StartupRefusedError
 
 HF = {
@@ -30,7 +39,8 @@ def engine(**changes: Any) -> Any:
     given: dict[str, Any] = {
         "additional": {"sparse_kv_offload_config": {"enabled": True, "topk_buffer_size": 4096}},
         "transfer": DECODE, "pp": 1, "pcp": 1, "dcp": 1, "v2": False, "eager": True, "mode": "NONE",
-        "block_size": 128, "hybrid": False, "hf": HF, "speculative": None, **changes,
+        "block_size": 128, "hybrid": False, "hf": HF, "speculative": None, "splits": [checks.ATTENTION_OP],
+        **changes,
     }  # fmt: skip
     transfer = given["transfer"]
     if transfer is not None:
@@ -53,7 +63,9 @@ def engine(**changes: Any) -> Any:
         ),
         speculative_config=given["speculative"],
         use_v2_model_runner=given["v2"],
-        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name=given["mode"])),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=SimpleNamespace(name=given["mode"]), splitting_ops=given["splits"]
+        ),
     )  # fmt: skip
 
 
@@ -87,6 +99,9 @@ REFUSED = [
     ({"transfer": PREFILL}, "kv_role=kv_producer"),
     ({"additional": {}}, "pulls into the host pool"),
     ({"block_size": 64}, "block_size"),
+    ({"eager": False, "mode": "FULL"}, "cudagraph_mode"),
+    ({"eager": False, "mode": "PIECEWISE", "splits": []}, "splitting_ops"),
+    ({"eager": False, "mode": "PIECEWISE", "splits": None}, "splitting_ops"),
     ({"additional": with_options(delivery="compact")}, "delivery"),
     ({"additional": with_options(keep_device_kv_cache=True)}, "keep_device_kv_cache"),
     ({"additional": beside(xlite_graph_config={"enabled": True})}, "xlite"),
@@ -154,6 +169,20 @@ def test_accepted(change: dict[str, Any]) -> None:
     checks.check_ascend(config, 2048)
 
 
+def test_compact_delivery_takes_kernels_and_their_own_plan(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = engine(additional=with_options(delivery="compact"))
+    monkeypatch.delenv(KERNELS_ENV, raising=False)
+    with pytest.raises(ConfigError, match=f"{KERNELS_ENV} is not set"):
+        checks.check_ascend(config, 2048)
+    monkeypatch.setenv(KERNELS_ENV, str(tmp_path))
+    checks.check_ascend(config, 2048)
+    published = engine(additional=with_options(delivery="compact", policy="fifo"))
+    with pytest.raises(ConfigError, match="as published"):
+        checks.check_ascend(published, 2048)
+
+
 def test_quantised_indexer_keys_are_a_layout_of_their_own() -> None:
     plain, quantised = engine(), engine(additional=beside(enable_sparse_li_c8=True))
     assert checks.ascend_geometry(plain).indexer_row_bytes == 256
@@ -205,6 +234,45 @@ def test_combined_and_split_entries_become_the_same(count: int) -> None:
     assert combined == layer_caches(apart) == {MAIN: LayerCache(parts[:2], parts[2:])}
     assert combined[MAIN].combined == parts
     assert connector_entries(combined) == apart
+
+
+def combined_spec(width: int, quantised: bool = False) -> Any:
+    """Of 0.23: one for a layer."""
+    return SimpleNamespace(
+        block_size=128, num_kv_heads=1, dtype=torch.bfloat16, sparse_head_dim=(512, 64, width),
+        cache_sparse_li_c8=quantised, c8_k_cache_dtype=torch.int8, c8_k_scale_cache_dtype=torch.float16,
+    )  # fmt: skip
+
+
+def split_specs(quantised: bool = False) -> dict[str, Any]:
+    """Of later releases: main KV and indexer apart."""
+    dtype, scale = (torch.int8, 1) if quantised else (torch.bfloat16, 0)
+    main = SimpleNamespace(block_size=128, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    indexer = SimpleNamespace(
+        block_size=128, num_kv_heads=1, head_size=128, dtype=dtype, scale_dim=scale, scale_dtype=torch.float16
+    )
+    return {MAIN: main, INDEXER: indexer}
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_combined_and_split_specs_say_the_same(quantised: bool) -> None:
+    expected = IndexerLayout(
+        128, 1, 128, torch.int8 if quantised else torch.bfloat16, torch.float16 if quantised else None
+    )
+    for specs in ({MAIN: combined_spec(128, quantised)}, split_specs(quantised)):
+        assert indexer_layouts(specs) == {MAIN: expected}
+    shared = split_specs()
+    del shared[INDEXER]
+    assert indexer_layouts(shared) == indexer_layouts({MAIN: combined_spec(0)}) == {MAIN: None}
+    with pytest.raises(ValueError, match=r"model\.layers\.3\.self_attn\.indexer"):
+        indexer_layouts({INDEXER: split_specs()[INDEXER]})
+
+
+def test_attention_finds_entries_of_the_form_that_its_specs_have() -> None:
+    parts = tensors(3)
+    caches = {MAIN: LayerCache(parts[:2], parts[2:])}
+    assert bound_entries(caches, {MAIN: combined_spec(128)}) == {MAIN: parts}
+    assert bound_entries(caches, split_specs()) == {MAIN: parts[:2], INDEXER: parts[2:]}
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_npu import SimulatedNpu, scatter_nd_update, serve_rows, sparse_copy
+from kernel_stand_ins import CoreKernels
+from simulated_npu import SimulatedNpu, scatter_nd_update, sparse_copy
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.config import ConfigError, SparseOffloadConfig
 from vllm_kvoffload.platforms.ascend import offload as offload_module
 from vllm_kvoffload.platforms.ascend.host_memory import MemfabricMemory, SegmentMemory
-from vllm_kvoffload.platforms.ascend.offload import KERNELS_ENV, AscendOffload, open_parts
-from vllm_kvoffload.platforms.ascend.rows import KernelRows, PortableRows, SparseCopyRows, SplitRows
+from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, load_kernels, upload
+from vllm_kvoffload.platforms.ascend.offload import AscendOffload, open_parts
+from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows, SplitRows
 from vllm_kvoffload.runtime import CpuRuntime, TaskFailedError, WaitTimeoutError
 from vllm_kvoffload.runtime.base import Runtime
 from vllm_kvoffload.runtime.npu import NpuRuntime
@@ -83,6 +85,31 @@ def test_tasks_run_with_their_stream_current(npu: SimulatedNpu, runtime: NpuRunt
         runtime.stream(name).synchronize()
     assert entered[0] is entered[2]
     assert entered[0] is not entered[1]
+
+
+def test_a_lane_runs_behind_the_compute_stream_and_before_who_joins_it(
+    npu: SimulatedNpu, runtime: NpuRuntime
+) -> None:
+    lane, ran = runtime.lane(), []
+    first = lane.submit(npu.launch, lambda: ran.append(1))
+    lane.submit(npu.launch, lambda: ran.append(2))
+    assert npu.current_stream() is npu.main
+    assert ran == []  # queued, and nobody has waited
+    lane.join(first)
+    assert ran == [1]
+    runtime.synchronize()
+    assert ran == [1, 2]
+
+
+def test_a_shutdown_lets_lanes_finish_or_says_that_they_are_stuck(npu: SimulatedNpu) -> None:
+    runtime, ran = NpuRuntime(npu, 0, CpuRuntime(), default_deadline_s=5.0), []
+    runtime.lane().submit(npu.launch, lambda: ran.append(1))
+    npu.busy = True
+    with pytest.raises(WaitTimeoutError, match="lane"):
+        runtime.synchronize(0.05)
+    npu.busy = False
+    runtime.shutdown()
+    assert ran == [1]
 
 
 # ----------------------------------------------------------------------------------------------------- memory
@@ -154,9 +181,7 @@ def parts(monkeypatch: pytest.MonkeyPatch, *, memfabric: bool, kernels: bool, pu
             raise ImportError("No module named 'memfabric_hybrid'")
         return Offload()
 
-    built = SimpleNamespace(
-        host_register=lambda a, _: a, host_unregister=lambda _: None, dsa_serve_rows=serve_rows
-    )
+    built = CoreKernels(SimulatedNpu())
     monkeypatch.setattr(offload_module, "load_offload", load_offload)
     monkeypatch.setattr(offload_module, "load_kernels", lambda: built if kernels else None)
     config = SparseOffloadConfig(enabled=True, dram_size_per_dp_GB=1)
@@ -168,18 +193,27 @@ def parts(monkeypatch: pytest.MonkeyPatch, *, memfabric: bool, kernels: bool, pu
 @pytest.mark.parametrize(
     ("memfabric", "kernels", "memory", "movement"),
     [
-        (True, True, MemfabricMemory, KernelRows),
+        (True, True, MemfabricMemory, SparseCopyRows),
         (True, False, MemfabricMemory, SparseCopyRows),
-        (False, True, SegmentMemory, KernelRows),
+        (False, True, SegmentMemory, PortableRows),
         (False, False, SegmentMemory, PortableRows),
     ],
 )
 def test_the_best_that_there_is(
-    memfabric: bool, kernels: bool, memory: type, movement: type, monkeypatch: pytest.MonkeyPatch
+    memfabric: bool,
+    kernels: bool,
+    memory: type,
+    movement: type,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    found, row_ops = parts(monkeypatch, memfabric=memfabric, kernels=kernels)
+    found, row_ops, built = parts(monkeypatch, memfabric=memfabric, kernels=kernels)
     assert type(found) is memory
     assert type(row_ops) is movement
+    assert (built is not None) == kernels
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert ("plans are made on the host" in said) == (memfabric and not kernels)
+    assert ("rows are moved by torch, slowly" in said) == (not memfabric and not kernels)
     found.close()
 
 
@@ -190,12 +224,12 @@ def test_decode_can_not_do_without_memfabric(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.delenv(KERNELS_ENV, raising=False)
-    assert offload_module.load_kernels() is None
+    assert load_kernels() is None
     for path, says in ((tmp_path / "none.so", "no such file"), (tmp_path / "text.so", "does not load")):
         (tmp_path / "text.so").write_text("no library")
         monkeypatch.setenv(KERNELS_ENV, str(path))
         with pytest.raises(ConfigError, match=f"{KERNELS_ENV}.*{says}"):
-            offload_module.load_kernels()
+            load_kernels()
 
 
 # ----------------------------------------------------------------------------------------------- moving rows
@@ -204,8 +238,6 @@ def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, t
 def row_ops(movement: str) -> PortableRows:
     if movement == "sparse_copy":
         return SparseCopyRows(*BASICS, sparse_copy)
-    if movement == "kernels":
-        return KernelRows(*BASICS, SimpleNamespace(dsa_serve_rows=serve_rows))
     return PortableRows(*BASICS)
 
 
@@ -214,7 +246,7 @@ def host_rows() -> SplitRows:
     return SplitRows(made, [part.data_ptr() for part in made])
 
 
-@pytest.mark.parametrize("movement", ["portable", "sparse_copy", "kernels"])
+@pytest.mark.parametrize("movement", ["portable", "sparse_copy"])
 def test_rows_arrive(movement: str) -> None:
     moves, host = row_ops(movement), host_rows()
     before = [part.clone() for part in host.parts]
@@ -265,6 +297,32 @@ def test_a_failing_copy_is_an_error() -> None:
         moves.host_write(host_rows(), new, torch.tensor([0]))
 
 
+# ---------------------------------------------------------------------------------------------- on the device
+
+
+def test_an_upload_is_one_transfer_and_every_tensor_begins_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    real = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        moved.append(tensor.numel())
+        return real(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    given = [
+        torch.arange(3),
+        torch.arange(40).view(4, 10),
+        torch.tensor([], dtype=torch.int32),
+        torch.tensor([7]),
+    ]
+    found = upload(given, torch.device("cpu"))
+    assert moved == [16 + 48 + 16]
+    for sent, got in zip(given, found, strict=True):
+        assert got.dtype == torch.int32
+        assert got.tolist() == sent.tolist()
+        assert got.data_ptr() % 64 == 0 or not got.numel()
+
+
 # ------------------------------------------------------------------------------------------------------ steps
 
 
@@ -296,8 +354,9 @@ def test_a_step_begins_at_its_first_layer_and_a_draft_pass_at_the_mtp_layer() ->
     for _ in range(2):
         manager.begun.clear()
         target, first, second = metadata(), metadata(), metadata(1)
+        of_shared_layers = SimpleNamespace(batch=target.batch)  # another object for the same step
         for layer in range(3):
-            assert offload.enter(layer, target)
+            assert offload.enter(layer, of_shared_layers if layer == 1 else target)
         assert offload.enter(3, first)
         assert offload.enter(3, second)
         assert manager.begun == [("step", ("a", "b")), (0, ("a", "b")), (1, ("a",))]

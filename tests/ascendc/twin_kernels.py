@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import shutil
 import subprocess
@@ -52,10 +53,13 @@ def build() -> Path:
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DKVOFFLOAD_BUILD_ACPU=ON", "-DKVOFFLOAD_BUILD_MODULE=OFF"]
     configure = ["cmake", "-S", str(ROOT), "-B", str(BUILD), *generator, *options]
     compile_ = ["cmake", "--build", str(BUILD), "--target", "kvoffload_kernels_twin", "-j", "2"]
-    for command in (configure, compile_):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "lock").open("w") as lock:  # tests of another folder may build it too, in another process
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for command in (configure, compile_):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     return BUILD / "tests" / "ascendc" / "libkvoffload_kernels_twin.so"
 
 

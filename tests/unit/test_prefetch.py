@@ -123,8 +123,8 @@ def test_no_thread_is_woken_when_nothing_is_missing(
         step, fetched = bench.step(), bench.stats.fetched_bytes
         delivery.plan(bench.pool, torch.tensor([ids] * 2, dtype=torch.int32), step)
         for layer in range(3):
-            rows, indices = delivery.deliver(layer, bench.pool, new_rows, step)
-            chosen = rows.flatten(0, 1)[indices.flatten()]
+            found = delivery.deliver(layer, bench.pool, new_rows, step)
+            chosen = found.rows.flatten(0, 1)[found.indices.flatten()]
             assert (chosen == 10 * layer + 1).all()
         assert started == [(1, 2)] * wakes
         assert (bench.stats.fetched_bytes > fetched) == bool(wakes)

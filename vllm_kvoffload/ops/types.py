@@ -6,7 +6,7 @@ Symbols: R rows, P slots per row, W ways, S = P / W sets, T query tokens, N requ
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 
@@ -20,6 +20,19 @@ DEFAULT_WAYS: Final = 16
 STATS: Final = ("hits", "misses", "new", "displaced", "duplicates", "invalid")
 
 Workspace = _C.Workspace
+
+
+Handle = TypeVar("Handle")
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _needed(handle: Handle | None, name: str) -> Handle:
+    if handle is None:
+        raise ValueError(f"{name}: must be on the CPU")
+    return handle
 
 
 class Kind(IntEnum):
@@ -48,14 +61,16 @@ class Residency:
         high: int32 [R], the seq_len of the row's last plan, 0 after a reset.
         policy: one of ``POLICIES``.
 
-    Raises ``ValueError`` when a tensor is not a contiguous CPU tensor of that shape and type, W is not 16 or
-    32, S is not a power of two, or the policy is unknown.
+    In device memory it is there for the device's own kernels, which take the tensors: it has no ``handle``.
+
+    Raises ``ValueError`` when a CPU tensor is not contiguous and of that shape and type, W is not 16 or 32, S
+    is not a power of two, or the policy is unknown.
     """
 
     def __init__(
         self, tags: torch.Tensor, ages: torch.Tensor, hands: torch.Tensor, high: torch.Tensor, policy: Policy
     ) -> None:
-        self.handle: Final = _C.Residency(tags, ages, hands, high, policy)
+        self._handle = _C.Residency(tags, ages, hands, high, policy) if _on_host(tags) else None
         self.tags: Final = tags
         self.ages: Final = ages
         self.hands: Final = hands
@@ -64,7 +79,12 @@ class Residency:
 
     @classmethod
     def allocate(
-        cls, num_rows: int, slots_per_row: int, ways: int = DEFAULT_WAYS, policy: Policy = DEFAULT_POLICY
+        cls,
+        num_rows: int,
+        slots_per_row: int,
+        ways: int = DEFAULT_WAYS,
+        policy: Policy = DEFAULT_POLICY,
+        device: torch.device | str = "cpu",
     ) -> Residency:
         """An empty residency of ``num_rows`` rows of ``slots_per_row`` slots (W times a power of two)."""
         if ways not in {16, 32}:
@@ -76,12 +96,17 @@ class Residency:
                 "change topk_buffer_size"
             )
         return cls(
-            torch.full((num_rows, sets, ways), -1, dtype=torch.int32),
-            torch.zeros((num_rows, sets, ways), dtype=torch.uint8),
-            torch.zeros((num_rows, sets), dtype=torch.uint8),
-            torch.zeros(num_rows, dtype=torch.int32),
+            torch.full((num_rows, sets, ways), -1, dtype=torch.int32, device=device),
+            torch.zeros((num_rows, sets, ways), dtype=torch.uint8, device=device),
+            torch.zeros((num_rows, sets), dtype=torch.uint8, device=device),
+            torch.zeros(num_rows, dtype=torch.int32, device=device),
             policy,
         )
+
+    @property
+    def handle(self) -> _C.Residency:
+        """What the C++ core takes. Raises ``ValueError`` in device memory."""
+        return _needed(self._handle, "residency")
 
     @property
     def num_rows(self) -> int:
@@ -115,7 +140,7 @@ class Residency:
 class PlanOut:
     """Output buffers of :func:`dsa_plan`, allocated once for the largest step.
 
-    Only the step's part is written.
+    Only the step's part is written. In device memory they are for its own kernels, without ``handle``.
 
     Attributes:
         slots: int32 [T, K], the slot of every top-k position; -1 for padding, negative or future ids.
@@ -131,21 +156,34 @@ class PlanOut:
     """
 
     def __init__(
-        self, max_tokens: int, max_requests: int, topk: int, max_query_len: int, *, compact: bool = False
+        self,
+        max_tokens: int,
+        max_requests: int,
+        topk: int,
+        max_query_len: int,
+        *,
+        compact: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
+        def none(*shape: int) -> torch.Tensor:
+            return torch.full(shape, -1, dtype=torch.int32, device=device)
+
         capacity = max_query_len * topk
         self.compact: Final = compact
-        self.slots: Final = torch.full((max_tokens, topk), -1, dtype=torch.int32)
-        self.new_slots: Final = torch.full((max_tokens,), -1, dtype=torch.int32)
-        self.miss_ids: Final = torch.full((max_requests, capacity), -1, dtype=torch.int32)
-        self.miss_slots: Final = torch.full((max_requests, capacity), -1, dtype=torch.int32)
-        self.miss_counts: Final = torch.zeros(max_requests, dtype=torch.int32)
-        self.stats: Final = torch.zeros(len(STATS), dtype=torch.int64)
-        self.kinds: Final = torch.full((max_tokens if compact else 0, topk, 2), -1, dtype=torch.int32)
-        self.miss_positions: Final = torch.full(
-            (max_requests if compact else 0, capacity), -1, dtype=torch.int32
-        )
-        self.handle: Final = _C.PlanOut(*self.buffers)
+        self.slots: Final = none(max_tokens, topk)
+        self.new_slots: Final = none(max_tokens)
+        self.miss_ids: Final = none(max_requests, capacity)
+        self.miss_slots: Final = none(max_requests, capacity)
+        self.miss_counts: Final = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        self.stats: Final = torch.zeros(len(STATS), dtype=torch.int64, device=device)
+        self.kinds: Final = none(max_tokens if compact else 0, topk, 2)
+        self.miss_positions: Final = none(max_requests if compact else 0, capacity)
+        self._handle = _C.PlanOut(*self.buffers) if _on_host(self.slots) else None
+
+    @property
+    def handle(self) -> _C.PlanOut:
+        """What the C++ core takes. Raises ``ValueError`` in device memory."""
+        return _needed(self._handle, "out")
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:

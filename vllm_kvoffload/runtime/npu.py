@@ -126,6 +126,40 @@ class NpuStream:
         self._lane.recover()
 
 
+class DeviceLane:
+    """A device stream without a thread: kernels are queued on it, and nobody on the host waits for them.
+
+    What they read and write must stay as it is until the compute stream has joined them.
+    """
+
+    def __init__(self, npu: Any, device: int, default_deadline_s: float) -> None:
+        self._npu = npu
+        self._device = device
+        self._default_deadline_s = default_deadline_s
+        self._stream = npu.Stream()
+
+    def submit(self, launch: Callable[..., object], *args: Any) -> Any:
+        """Calls ``launch``, whose kernels run after all that the compute stream was given so far. Returns an
+        event for :meth:`join`."""
+        before, after = self._npu.Event(), self._npu.Event()
+        before.record(self._npu.current_stream())
+        self._stream.wait_event(before)
+        with self._npu.stream(self._stream):
+            launch(*args)
+        after.record(self._stream)
+        return after
+
+    def join(self, event: Any) -> None:
+        """What the compute stream is given from now on runs after the event."""
+        self._npu.current_stream().wait_event(event)
+
+    def synchronize(self, deadline_s: float | None = None) -> None:
+        """Blocks until all kernels are done. Raises WaitTimeoutError."""
+        event = self._npu.Event()
+        event.record(self._stream)
+        NpuEvent(self._npu, self._device, event, "lane", self._default_deadline_s).wait(deadline_s)
+
+
 class NpuRuntime:
     """Streams of one NPU (see `base.Runtime`).
 
@@ -146,6 +180,7 @@ class NpuRuntime:
         self._default_deadline_s = check_deadline(default_deadline_s)
         self._compute = _ComputeStream(npu, device, default_deadline_s)
         self._streams: dict[str, NpuStream] = {}
+        self._lanes: list[DeviceLane] = []
 
     def stream(self, name: str) -> NpuStream:
         """See `base.Runtime`. Raises as `CpuRuntime.stream`; called by one thread."""
@@ -160,14 +195,26 @@ class NpuRuntime:
     def current_stream(self) -> _ComputeStream:
         return self._compute
 
+    def lane(self) -> DeviceLane:
+        """A new device stream for work that the host only queues."""
+        lane = DeviceLane(self._npu, self._device, self._default_deadline_s)
+        self._lanes.append(lane)
+        return lane
+
     def synchronize(self, deadline_s: float | None = None) -> None:
         start = time.monotonic()
         limit_s = self._default_deadline_s if deadline_s is None else check_deadline(deadline_s)
         self._threads.synchronize(limit_s)
-        self._compute.synchronize(max(0.0, limit_s - (time.monotonic() - start)))
+        for queue in (*self._lanes, self._compute):
+            queue.synchronize(max(0.0, limit_s - (time.monotonic() - start)))
 
     def shutdown(self, deadline_s: float | None = None) -> None:
-        self._threads.shutdown(deadline_s)
+        try:
+            for lane in self._lanes:  # their kernels read memory that is freed next
+                lane.synchronize(deadline_s)
+        finally:
+            self._lanes.clear()
+            self._threads.shutdown(deadline_s)
 
 
 _conforms: type[Runtime] = NpuRuntime  # checked by mypy

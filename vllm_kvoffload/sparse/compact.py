@@ -17,7 +17,7 @@ from vllm_kvoffload import ops
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.ops import conformance
 from vllm_kvoffload.runtime.base import Event, join_events
-from vllm_kvoffload.sparse.delivery import DecodeParts, count_plan
+from vllm_kvoffload.sparse.delivery import DecodeParts, Delivered, count_plan, decoders_choice
 from vllm_kvoffload.sparse.hot_pool import GroupPool
 from vllm_kvoffload.sparse.stats import OffloadStats
 from vllm_kvoffload.sparse.step_state import StepState
@@ -182,20 +182,20 @@ class CompactDelivery:
             self._await(layer)
         users.clear()
         planner = self._planners[self._plan_number]
-        planner.plan(pool, topk, step, self._parts.stats)
-        kinds = planner.kinds[: len(topk), :, 0]
+        chosen = decoders_choice(topk, step)
+        planner.plan(pool, chosen, step, self._parts.stats)
+        kinds = planner.kinds[: len(chosen), :, 0]
         found = (kinds >= ops.Kind.POOL_HIT) & (kinds <= ops.Kind.DECODE_WINDOW)
         places = torch.arange(kinds.numel()).view_as(kinds)
         self._indices = places.masked_fill_(~found, -1)
 
-    def deliver(
-        self, layer: int, pool: GroupPool, new_rows: torch.Tensor, step: StepState
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def deliver(self, layer: int, pool: GroupPool, new_rows: torch.Tensor, step: StepState) -> Delivered:
         planner, store = self._planners[self._plan_number], self._parts.store
         if step.decode_late or planner.reads_own_rows(step):
             store.await_layer(layer)
         self._await(layer)
-        selection = self._take_selection(layer)[: len(new_rows)]
+        fresh = store.row_ops.take(new_rows, step.decode_tokens)
+        selection = self._take_selection(layer)[: len(fresh)]
         self._parts.stats.fetched_bytes += ops.dsa_serve_compact(
             planner.kinds,
             step.decode_start_loc,
@@ -204,17 +204,18 @@ class CompactDelivery:
             self._parts.hot.layers[layer],
             step.decode_block_table,
             step.decode_rows,
-            new_rows,
+            fresh,
             selection,
         )
         self._stream.wait_event(self._compute.record("selection"))
         self._stream.submit(
-            self._install, layer, planner, pool, step, selection, new_rows, label=f"install layer {layer}"
+            self._install, layer, planner, pool, step, selection, fresh, label=f"install layer {layer}"
         )
         self._installed[layer] = self._stream.record(f"installed rows of layer {layer}")
         self._plan_users[self._plan_number].append(layer)
         pool.unserved -= 1
-        return selection.flatten(0, 1), self._indices
+        owners = torch.arange(len(selection), dtype=torch.int32)
+        return Delivered(selection, self._indices, step.decode_tokens, owners, selection.shape[1])
 
     def join(self) -> bool:
         complete = join_events(self._installed.values(), self._stream, self._parts.deadline_s)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,17 +35,33 @@ class DecodeParts:
     deadline_s: float
 
 
+@dataclass(frozen=True)
+class Delivered:
+    """Rows for the attention of the T' decoding query tokens, and what :class:`AttendPart` says of them.
+
+    Attributes:
+        rows: [R, P] as bytes, or what stands for a pool.
+        indices: int [T', K], flat number of the row of every chosen position, -1 for none.
+        tokens: int [T'], query tokens of the step.
+        pool_rows: int32 [T'], the pool's row that a token's indices lie in.
+        row_slots: P.
+    """
+
+    rows: Rows
+    indices: torch.Tensor
+    tokens: torch.Tensor
+    pool_rows: torch.Tensor
+    row_slots: int
+
+
 class Delivery(Protocol):
     """Decode's way from choice to rows, for all layers of one worker."""
 
     def plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState) -> None:
-        """Plans a group's step. ``topk``: int32 [T', K], the choices of the decoding query tokens."""
+        """Plans a group's step. ``topk``: int32 [T, K], the choices of all query tokens."""
 
-    def deliver(
-        self, layer: int, pool: GroupPool, new_rows: Rows, step: StepState
-    ) -> tuple[Rows, torch.Tensor]:
-        """Rows for attention, as bytes, and where in them every chosen position is, int64 [T', K] of flat
-        numbers, -1 for none. ``new_rows``: [T'] as bytes, which nobody changes any more.
+    def deliver(self, layer: int, pool: GroupPool, new_rows: Rows, step: StepState) -> Delivered:
+        """What attention of the layer reads. ``new_rows``: [T] as bytes, which nobody changes any more.
 
         Raises:
             TaskFailedError, WaitTimeoutError: rows are missing.
@@ -60,6 +77,22 @@ class Delivery(Protocol):
     @property
     def nbytes(self) -> int:
         """Device bytes of buffers of its own."""
+
+
+@dataclass(frozen=True)
+class DevicePlanning:
+    """Plans that a platform makes on its device instead of the host.
+
+    device: where residencies are kept. delivery: makes the delivery that plans there.
+    """
+
+    device: torch.device
+    delivery: Callable[[DecodeParts], Delivery]
+
+
+def decoders_choice(topk: torch.Tensor, step: StepState) -> torch.Tensor:
+    """int32 [T', K] in host memory, the choices of the decoding query tokens."""
+    return topk.index_select(0, step.decode_tokens.to(topk.device)).cpu()
 
 
 def count_plan(stats: OffloadStats, plan: ops.PlanOut) -> int:
@@ -86,8 +119,9 @@ class InPlaceDelivery:
         self._misses = 0  # of the plan
 
     def plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState) -> None:
+        chosen = decoders_choice(topk, step)
         ops.dsa_plan(
-            topk,
+            chosen,
             step.decode_start_loc,
             step.decode_seq_lens,
             step.decode_rows,
@@ -95,13 +129,11 @@ class InPlaceDelivery:
             self._plan,
             self._workspace,
         )
-        slots = self._plan.slots[: len(topk)]
+        slots = self._plan.slots[: len(chosen)]
         self._indices = (slots + step.first_slots).masked_fill_(slots < 0, -1)
         self._misses = count_plan(self._parts.stats, self._plan)
 
-    def deliver(
-        self, layer: int, pool: GroupPool, new_rows: Rows, step: StepState
-    ) -> tuple[Rows, torch.Tensor]:
+    def deliver(self, layer: int, pool: GroupPool, new_rows: Rows, step: StepState) -> Delivered:
         store, hot, plan = self._parts.store, self._parts.hot, self._plan
         fetched = self._prefetch.take(layer)
         if fetched is None:
@@ -112,10 +144,11 @@ class InPlaceDelivery:
         # A late prefix isn't in the host pool yet. With nothing to fetch, waking a thread is all it would do.
         if layer == pool.group.owner and self._misses and not step.decode_late:
             self._prefetch.start(pool.group.layers[1:], plan, step)
-        rows = hot.layers[layer]
-        store.row_ops.write_rows(rows, step.token_rows, new_rows, plan.new_slots[: len(step.token_rows)])
+        rows, row_ops = hot.layers[layer], store.row_ops
+        fresh = row_ops.take(new_rows, step.decode_tokens)
+        row_ops.write_rows(rows, step.token_rows, fresh, plan.new_slots[: len(step.token_rows)])
         pool.unserved -= 1
-        return rows, self._indices
+        return Delivered(rows, self._indices, step.decode_tokens, step.token_rows, hot.num_slots)
 
     def join(self) -> bool:
         self._prefetch.join()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from vllm_kvoffload import ops
 from vllm_kvoffload.geometry import IndexGroup, KVGeometry
 from vllm_kvoffload.sparse.row_ops import RowOps, TensorRows
@@ -33,6 +35,7 @@ class HotPool:
         num_slots: P, slots of a row.
         ways: W. policy: name of the replacement policy.
         row_ops: how rows are kept, None for plain memory.
+        device: where the residencies are: that of the plans.
     """
 
     def __init__(
@@ -44,13 +47,14 @@ class HotPool:
         ways: int,
         policy: ops.Policy,
         row_ops: RowOps | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.num_slots = num_slots
         row_ops = row_ops or TensorRows(geometry.main_row_bytes)
         self.layers = [row_ops.zeros(num_rows, num_slots) for _ in range(geometry.num_layers)]
         self._row_nbytes = geometry.num_layers * num_rows * num_slots * geometry.main_row_bytes
         self.groups = [
-            GroupPool(group, ops.Residency.allocate(num_rows, num_slots, ways, policy))
+            GroupPool(group, ops.Residency.allocate(num_rows, num_slots, ways, policy, device))
             for group in geometry.groups
         ]
 

@@ -20,7 +20,13 @@ from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.layerwise.prefill_stream import PrefillRequest, PrefillStream
 from vllm_kvoffload.runtime.base import Runtime
 from vllm_kvoffload.sparse.compact import CompactDelivery
-from vllm_kvoffload.sparse.delivery import DecodeParts, Delivery, InPlaceDelivery
+from vllm_kvoffload.sparse.delivery import (
+    DecodeParts,
+    Delivery,
+    DevicePlanning,
+    InPlaceDelivery,
+    decoders_choice,
+)
 from vllm_kvoffload.sparse.host_store import HostStore
 from vllm_kvoffload.sparse.hot_pool import GroupPool, HotPool
 from vllm_kvoffload.sparse.offloaded import OffloadedKV
@@ -51,6 +57,7 @@ class SparseKVManager:
         barrier: collective over TP ranks, None for one.
         recorder: gets the decoding requests' choices, None for nobody.
         row_ops: how rows are kept and moved, None for uint8 tensors in plain memory.
+        planning: how decode is planned on the device, None for on the host.
     """
 
     def __init__(
@@ -69,6 +76,7 @@ class SparseKVManager:
         recorder: TraceRecorder | None = None,
         deadline_s: float = DEADLINE_S,
         row_ops: RowOps | None = None,
+        planning: DevicePlanning | None = None,
     ) -> None:
         self.geometry = geometry
         row_ops = row_ops or TensorRows(geometry.main_row_bytes)
@@ -83,12 +91,17 @@ class SparseKVManager:
             ways=config.ways,
             policy=cast(ops.Policy, config.policy),  # validated by config
             row_ops=row_ops,
+            device=planning.device if planning is not None else "cpu",
         )
         self.store = HostStore(
             host_layers, runtime, writer=writer, barrier=barrier, deadline_s=deadline_s, row_ops=row_ops
         )
         parts = DecodeParts(self.store, self.hot, self.rows, runtime, self._stats, deadline_s)
-        self.delivery = self._make_delivery(config, parts, max_model_len)
+        self.delivery = (
+            self._make_delivery(config, parts, max_model_len)
+            if planning is None
+            else planning.delivery(parts)
+        )
         block_size = block_size or int(host_layers[0].shape[1])
         buffer_tokens = -(-max_model_len // block_size) * block_size
         buffers = [row_ops.zeros(buffer_tokens) for _ in range(prefill_buffers)]
@@ -278,12 +291,12 @@ class SparseKVManager:
         pool = self.hot.groups[group.index]
         if group.owner == layer:
             step = self.step
-            chosen = topk.index_select(0, step.decode_tokens.to(topk.device)).cpu()
             if self._recorder is not None:
+                chosen = decoders_choice(topk, step)
                 self._recorder.record(
                     group.index, chosen, step.decode_start_loc, step.decode_seq_lens, step.decode_ids
                 )
-            self.delivery.plan(pool, chosen, step)
+            self.delivery.plan(pool, topk, step)
             pool.unserved = len(group.layers)
             self._planned = group.index
         elif self._planned != group.index:

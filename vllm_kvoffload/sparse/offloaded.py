@@ -64,10 +64,9 @@ class OffloadedKV:
     def _decode_part(self, topk: torch.Tensor, batch: StepBatch) -> AttendPart:
         manager, step = self._manager, self._manager.step
         pool = manager.plan_group(self._layer, topk)
-        new_rows = self._row_ops.take(self._row_ops.as_bytes(self._new_rows), step.decode_tokens)
-        rows, indices = manager.delivery.deliver(self._layer, pool, new_rows, step)
-        attended = self._row_ops.attended(rows, self._new_rows)
-        part = AttendPart(step.decode_tokens, attended, indices, step.token_rows)
+        found = manager.delivery.deliver(self._layer, pool, self._row_ops.as_bytes(self._new_rows), step)
+        attended = self._row_ops.attended(found.rows, self._new_rows)
+        part = AttendPart(found.tokens, attended, found.indices, found.pool_rows, found.row_slots)
         if self._device is not None:
             self._compare(part, topk, batch)
         return part

@@ -63,8 +63,9 @@ class AttendPart:
         tokens: int64 [t], query tokens of the step.
         rows: [N, D] key rows, or as the platform keeps them.
         indices: int [t, K] row of every chosen position, -1 where there is none.
-        pool_rows: int32 [t], where the rows are a hot pool: the pool's row that a token's indices lie in.
-            None where they are one request's rows by position.
+        pool_rows: int32 [t], where the rows are a pool's: the pool's row that a token's indices lie in. None
+            where they are one request's rows by position.
+        row_slots: rows of such a row of the pool.
         length: where they are one request's: its length in tokens.
     """
 
@@ -72,6 +73,7 @@ class AttendPart:
     rows: Rows
     indices: torch.Tensor
     pool_rows: torch.Tensor | None = None
+    row_slots: int = 0
     length: int = 0
 
 

@@ -2,7 +2,7 @@
 
 Owns `symbols` (every private upstream name that is used, checked at start-up), `hooks` (the two places where
 upstream has to be told of our classes), `platform` and `checks` (configuration and its refusals), `worker`,
-`runner`, `attention`, `caches` (upstream's cache tuples), `rows` and `host_memory` (how rows are kept and
-moved), and `offload` (puts it together). Nothing here was ever run on an NPU: docs/ascend.md says what was
-verified, and how.
+`runner`, `attention`, `caches` (upstream's cache specs and tuples), `rows` and `host_memory` (how rows are
+kept and moved), `kernels` and `delivery` (decode by the AscendC kernels), and `offload` (puts it together).
+Nothing here was ever run on an NPU: docs/ascend.md says what was verified, and how.
 """

@@ -10,7 +10,7 @@ it alone, so that no causal mask cuts slots off.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -43,8 +43,23 @@ class KVOffloadSFAMetadata(AscendSFAMetadata):
     causal_ends: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class BuiltStep:
+    """A step that was read off upstream's metadata, and the tensors it was read off."""
+
+    batch: StepBatch
+    causal_ends: torch.Tensor
+    source: tuple[torch.Tensor, ...]
+
+
 class KVOffloadSFAMetadataBuilder(AscendSFAMetadataBuilder):
-    """Builds :class:`KVOffloadSFAMetadata`, for target and draft passes."""
+    """Builds :class:`KVOffloadSFAMetadata`, for target and draft passes.
+
+    Layers with an indexer and layers without have different caches, so that upstream has a builder for each
+    and asks both in every step. The step they are of is one, and so is its batch.
+    """
+
+    _last: ClassVar[BuiltStep | None] = None
 
     def __init__(
         self,
@@ -66,26 +81,39 @@ class KVOffloadSFAMetadataBuilder(AscendSFAMetadataBuilder):
 
     def _build(self, common_attn_metadata: Any, draft_index: int | None = None) -> KVOffloadSFAMetadata:
         metadata: KVOffloadSFAMetadata = super()._build(common_attn_metadata, draft_index)
-        batch = step_batch(common_attn_metadata, self.kernel_block_size)
-        ends = np.repeat(batch.computed - batch.query_start_loc[:-1] + 1, batch.query_lens)
-        ends += np.arange(len(ends), dtype=ends.dtype)
-        metadata.batch = batch
-        metadata.causal_ends = torch.from_numpy(ends.astype(np.int32)).to(metadata.slot_mapping.device)
+        if draft_index:
+            # Behind a step's first draft pass upstream counts rejected drafts into the lengths, though not
+            # into the positions. Their rows must not be attended to.
+            ends = common_attn_metadata.positions[: len(metadata.seq_lens)] + 1
+            metadata.seq_lens = torch.minimum(metadata.seq_lens, ends.to(metadata.seq_lens.dtype))
+        step = self._step(common_attn_metadata, metadata.seq_lens)
+        metadata.batch, metadata.causal_ends = step.batch, step.causal_ends
         return metadata
 
+    def _step(self, common: Any, seq_lens: torch.Tensor) -> BuiltStep:
+        source = (common.query_start_loc_cpu, common.seq_lens, common.slot_mapping, common.block_table_tensor)
+        last = KVOffloadSFAMetadataBuilder._last
+        if last is None or any(old is not new for old, new in zip(last.source, source, strict=True)):
+            batch = step_batch(common, seq_lens, self.kernel_block_size)
+            ends = np.repeat(batch.computed - batch.query_start_loc[:-1] + 1, batch.query_lens)
+            ends += np.arange(len(ends), dtype=ends.dtype)
+            there = torch.from_numpy(ends.astype(np.int32)).to(common.slot_mapping.device)
+            last = KVOffloadSFAMetadataBuilder._last = BuiltStep(batch, there, source)
+        return last
 
-def step_batch(common: Any, block_size: int) -> StepBatch:
-    """A step, without padding, from upstream's common metadata.
 
-    Lengths come from the device: with drafts, those that upstream keeps in host memory may be too high. Plans
-    are made on the host, so that it waits here for what the step's inputs depend on.
+def step_batch(common: Any, seq_lens: torch.Tensor, block_size: int) -> StepBatch:
+    """A step, without padding, from upstream's common metadata and its lengths.
+
+    Lengths come from the device: with drafts, those that upstream keeps in host memory may be too high. The
+    host has to know them, so that it waits here for what the step's inputs depend on, once a step.
     """
     tokens = int(common.num_actual_tokens)
     starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
     requests = int(np.searchsorted(starts[:-1], tokens, side="left"))  # behind them is padding
     return StepBatch(
         query_start_loc=starts[: requests + 1].astype(np.int32),
-        seq_lens=common.seq_lens[:requests].cpu().numpy().astype(np.int32),
+        seq_lens=seq_lens[:requests].cpu().numpy().astype(np.int32),
         block_table=common.block_table_tensor[:requests].cpu(),
         slot_mapping=common.slot_mapping[:tokens].cpu().long(),
         block_size=block_size,
@@ -188,33 +216,36 @@ class KVOffloadSFAImpl(AscendSFAImpl):
     ) -> torch.Tensor:
         device = ql_nope.device
         pages = tuple(rows.view(-1, block_size, 1, rows.shape[-1]) for rows in part.rows.parts)
-        view = pool_view(part, self.offload_slots, block_size) if part.pool_rows is not None else None
-        view = view or request_view(part, block_size)
+        view = self._view(part, block_size, device)
         result: torch.Tensor = DeviceOperator.execute_sparse_flash_attention_process(
             self,
             ql_nope,
             q_pe,
             pages,
-            view.indices.to(device=device, dtype=torch.int32).unsqueeze(1),
+            view.indices,
             attn_metadata,
-            view.query_ends.to(device),
-            view.key_lengths.to(device),
-            block_table=view.block_table.to(device),
+            view.query_ends,
+            view.key_lengths,
+            block_table=view.block_table,
         )
         return result
 
-    @property
-    def offload_slots(self) -> int:
-        """Slots of a row of the hot pools."""
+    def _view(self, part: AttendPart, block_size: int, device: torch.device) -> PagedView:
+        """The part as the operator takes it; the layers of an index group have one."""
+        if part.pool_rows is None:
+            return request_view(part, block_size).to(device)
         assert self.offload is not None
-        return self.offload.manager.hot.num_slots
+        made = self.offload.pool_view
+        if made is None or made[0] is not part.indices:
+            made = self.offload.pool_view = (part.indices, pool_view(part, block_size).to(device))
+        return made[1]
 
 
 @dataclass(frozen=True)
 class PagedView:
-    """Rows as the attention operator takes them, n requests with t query tokens.
+    """Rows as the attention operator takes them, n requests with t query tokens, all int32.
 
-    indices: int [t, K] positions, -1 for none. query_ends, key_lengths: int32 [n]. block_table: int32 [n, B].
+    indices: [t, 1, K] positions, -1 for none. query_ends, key_lengths: [n]. block_table: [n, B].
     """
 
     indices: torch.Tensor
@@ -222,17 +253,23 @@ class PagedView:
     key_lengths: torch.Tensor
     block_table: torch.Tensor
 
+    def to(self, device: torch.device) -> PagedView:
+        """The same on the device. Waits for nothing if it is there already."""
+        parts = (self.indices, self.query_ends, self.key_lengths, self.block_table)
+        return PagedView(*(part.to(device=device, dtype=torch.int32) for part in parts))
 
-def pool_view(part: AttendPart, slots: int, block_size: int) -> PagedView:
-    """A hot pool: every query token is a request, whose positions are the slots of its row."""
+
+def pool_view(part: AttendPart, block_size: int) -> PagedView:
+    """A pool: every query token is a request, whose positions are the slots of its row."""
     assert part.pool_rows is not None
-    count, rows = len(part.tokens), part.pool_rows.unsqueeze(1)
+    count, rows, slots = len(part.tokens), part.pool_rows.unsqueeze(1), part.row_slots
+    dtype, device = torch.int32, part.indices.device
     indices = (part.indices - rows * slots).masked_fill(part.indices < 0, -1)
-    pages = torch.arange(slots // block_size, dtype=torch.int32)
+    pages = torch.arange(slots // block_size, dtype=dtype, device=device)
     return PagedView(
-        indices,
-        torch.arange(1, count + 1, dtype=torch.int32),
-        torch.full((count,), slots, dtype=torch.int32),
+        indices.unsqueeze(1),
+        torch.arange(1, count + 1, dtype=dtype, device=device),
+        torch.full((count,), slots, dtype=dtype, device=device),
         rows * len(pages) + pages,
     )
 
@@ -241,7 +278,7 @@ def request_view(part: AttendPart, block_size: int) -> PagedView:
     """One request's rows by position, the query tokens being its last."""
     pages = torch.arange(-(-part.length // block_size), dtype=torch.int32)
     counts = torch.tensor([len(part.tokens), part.length], dtype=torch.int32)
-    return PagedView(part.indices, counts[:1], counts[1:], pages.unsqueeze(0))
+    return PagedView(part.indices.unsqueeze(1), counts[:1], counts[1:], pages.unsqueeze(0))
 
 
 class KVOffloadSFABackend(AscendSFABackend):

@@ -4,6 +4,7 @@ here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from vllm_kvoffload.connectors.ascend_store.config import nested_connectors
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import CONNECTOR, EXTRA
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.platforms import engine
+from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 128
 INDEX_TOPK = 2048
 STORE_CONNECTORS = ("AscendStoreConnector", "MooncakeConnectorStoreV1")
-GRAPH_MODES = ("NONE", "PIECEWISE")
-"""CUDA graph modes, as vLLM calls them, in which attention runs outside the graph."""
+ATTENTION_OP = "vllm::mla_forward"
+"""The operator that holds a layer's attention, by which vllm-ascend splits piecewise graphs."""
 
 
 def additional(vllm_config: VllmConfig) -> Mapping[str, Any]:
@@ -76,12 +78,18 @@ def check_caches(vllm_config: VllmConfig) -> None:
 
 def check_graphs(vllm_config: VllmConfig) -> None:
     """Graph modes that would capture the offload's work on the host. Raises ConfigError."""
-    mode = getattr(vllm_config.compilation_config.cudagraph_mode, "name", None)
-    if vllm_config.model_config.enforce_eager or mode is None or mode in GRAPH_MODES:
+    compilation = vllm_config.compilation_config
+    mode = getattr(compilation.cudagraph_mode, "name", "NONE")
+    if vllm_config.model_config.enforce_eager or mode == "NONE":
         return
-    rule = "the offload plans on the host between layers, which a full graph can't hold"
-    fix = 'pass --enforce-eager, or --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
-    raise ConfigError("compilation_config.cudagraph_mode", mode, rule, fix)
+    if mode != "PIECEWISE":
+        rule = "in every layer host threads take new rows to host memory, which a full graph can't hold"
+        fix = 'pass --enforce-eager, or --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
+        raise ConfigError("compilation_config.cudagraph_mode", mode, rule, fix)
+    if ATTENTION_OP not in (compilation.splitting_ops or ()):
+        rule = f"attention, {ATTENTION_OP}, would be captured in a graph with the step it was captured in"
+        fix = "leave splitting_ops out, or pass --enforce-eager"
+        raise ConfigError("compilation_config.splitting_ops", compilation.splitting_ops, rule, fix)
 
 
 def check_options(vllm_config: VllmConfig, config: SparseOffloadConfig, index_topk: int | None) -> None:
@@ -89,9 +97,8 @@ def check_options(vllm_config: VllmConfig, config: SparseOffloadConfig, index_to
     if index_topk is not None and index_topk != INDEX_TOPK:
         rule = f"vllm-ascend's indexer always chooses {INDEX_TOPK} tokens"
         raise ConfigError("index_topk", index_topk, rule, "serve a model with index_topk 2048")
-    if config.delivery != "in_place":
-        rule = "on Ascend attention reads the hot pool itself"
-        raise ConfigError(f"{SECTION}.delivery", config.delivery, rule, 'set it to "in_place"')
+    if config.delivery == "compact":
+        check_compact(config)
     if config.keep_device_kv_cache:
         rule = "there is no device cache to compare with on Ascend"
         raise ConfigError(f"{SECTION}.keep_device_kv_cache", True, rule, "set it to false")
@@ -103,6 +110,17 @@ def check_options(vllm_config: VllmConfig, config: SparseOffloadConfig, index_to
     if additional(vllm_config).get("xlite_graph_config", {}).get("enabled"):
         rule = "xlite has a worker of its own"
         raise ConfigError("additional_config.xlite_graph_config.enabled", True, rule, "set it to false")
+
+
+def check_compact(config: SparseOffloadConfig) -> None:
+    """Compact delivery, which takes the AscendC kernels and has their plan only. Raises ConfigError."""
+    key = f"{SECTION}.delivery"
+    if not os.environ.get(KERNELS_ENV):
+        rule = f"on Ascend it is done by the AscendC kernels, and {KERNELS_ENV} is not set"
+        raise ConfigError(key, config.delivery, rule, 'set that (docs/ascend-build.md), or use "in_place"')
+    if config.plans_as_published:
+        rule = "with fifo and 16 ways it plans as published, for which there is no AscendC kernel"
+        raise ConfigError(key, config.delivery, rule, f'set {SECTION}.policy to "rrip", or use "in_place"')
 
 
 def check_reused_buffers(vllm_config: VllmConfig) -> None:

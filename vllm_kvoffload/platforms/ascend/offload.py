@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +13,15 @@ from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import OFFLOAD, StatsChannel
 from vllm_kvoffload.platforms.ascend.checks import ascend_geometry
+from vllm_kvoffload.platforms.ascend.delivery import device_planning
 from vllm_kvoffload.platforms.ascend.host_memory import (
     HostMemory,
     MemfabricMemory,
     SegmentMemory,
     load_offload,
 )
-from vllm_kvoffload.platforms.ascend.rows import KernelRows, PortableRows, SparseCopyRows, SplitRows
+from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, load_kernels
+from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows
 from vllm_kvoffload.platforms.engine import prefill_buffers
 from vllm_kvoffload.platforms.parts import RankGroup, WorkerOffload, open_recorder, open_segment, rank_barrier
 from vllm_kvoffload.runtime.npu import NpuRuntime
@@ -33,28 +33,10 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-KERNELS_ENV = "KVOFFLOAD_ASCEND_OPS"
-"""Path of libkvoffload_ascend.so, which docs/ascend-build.md says how to build."""
-
-
-def load_kernels() -> Any:
-    """torch.ops.kvoffload with the AscendC kernels, None where they were not built.
-
-    Raises ConfigError: KVOFFLOAD_ASCEND_OPS names a library that isn't there or doesn't load.
-    """
-    path = os.environ.get(KERNELS_ENV, "")
-    if not path:
-        return None
-    if not Path(path).is_file():
-        raise ConfigError(
-            KERNELS_ENV, path, "no such file", "build it, see docs/ascend-build.md, or unset it"
-        )
-    try:
-        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
-    except OSError as error:
-        fix = "build it against the CANN and torch_npu that are installed, or unset it"
-        raise ConfigError(KERNELS_ENV, path, f"does not load: {error}", fix) from error
-    return torch.ops.kvoffload
+HOST_PLANS = (
+    "The AscendC kernels (%s) are not there: plans are made on the host, which waits for the device once in "
+    "each index group. See docs/ascend.md."
+)
 
 
 class AscendOffload(WorkerOffload):
@@ -67,6 +49,8 @@ class AscendOffload(WorkerOffload):
     """
 
     _memory: HostMemory
+    pool_view: tuple[torch.Tensor, Any] | None = None
+    """The last plan's indices and what attention made of them."""
 
     def __init__(
         self,
@@ -91,7 +75,7 @@ class AscendOffload(WorkerOffload):
         block_size = vllm_config.cache_config.block_size
         components = tuple((c.name, c.row_bytes) for c in geometry.main_components)
         layout = HostPoolLayout(geometry.num_layers, num_blocks, block_size, components)
-        parts = open_parts(
+        self._memory, row_ops, kernels = open_parts(
             layout,
             config,
             group,
@@ -101,14 +85,17 @@ class AscendOffload(WorkerOffload):
             scatter=scatter,
             pulls=vllm_config.kv_transfer_config is not None,
         )
-        self._memory, row_ops = parts
         self._recorder = open_recorder(vllm_config, config, geometry) if group.rank_in_group == 0 else None
         self._runtime = NpuRuntime(npu, device.index or 0)
+        max_model_len = vllm_config.model_config.max_model_len
+        planning = None
+        if kernels is not None:
+            planning = device_planning(kernels, device, geometry, config, -(-max_model_len // block_size))
         self.manager = SparseKVManager(
             geometry,
             config,
             max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-            max_model_len=vllm_config.model_config.max_model_len,
+            max_model_len=max_model_len,
             prefill_buffers=prefill_buffers(config),
             host_layers=list(self._memory.layers),
             block_size=block_size,
@@ -117,6 +104,7 @@ class AscendOffload(WorkerOffload):
             barrier=barrier,
             recorder=self._recorder,
             row_ops=row_ops,
+            planning=planning,
         )
         dp_rank = vllm_config.parallel_config.data_parallel_index
         self._channel = StatsChannel(OFFLOAD, vllm_config.instance_id, dp_rank, group.rank_in_group)
@@ -141,21 +129,22 @@ class AscendOffload(WorkerOffload):
     def enter(self, layer: int, metadata: Any) -> bool:
         """A layer is about to run with these metadata: begins the step, or draft pass, that they are of.
 
-        Draft passes are prepared long before they run, so that only the layer can say when one begins. False
-        for a dummy run, which has more requests than the engine: there is nothing to attend to.
+        A step's layers have more than one metadata object, but one batch. Draft passes are prepared long
+        before they run, so that only the layer can say when one begins. False for a dummy run, which has more
+        requests than the engine: there is nothing to attend to.
         """
         batch = metadata.batch
-        if metadata is self._target or metadata is self._draft:
+        if batch is (self._target if layer < self.geometry.num_target_layers else self._draft):
             return True
         names = self._req_ids()[: batch.num_requests]
         if len(names) < batch.num_requests:
             return False
         if layer < self.geometry.num_target_layers:
             self.manager.begin_step(batch.named(names))
-            self._target, self._draft, self._drafts = metadata, None, 0
+            self._target, self._draft, self._drafts = batch, None, 0
         else:
             self.manager.begin_draft(batch.named(names), self._drafts)
-            self._draft = metadata
+            self._draft = batch
             self._drafts += 1
         return True
 
@@ -176,8 +165,8 @@ def open_parts(
     dtype: torch.dtype,
     scatter: Any,
     pulls: bool,
-) -> tuple[HostMemory, PortableRows]:
-    """Host pool and the way its rows are moved: the best that this machine has.
+) -> tuple[HostMemory, PortableRows, Any]:
+    """Host pool, the way its rows are moved, and the AscendC kernels or None: the best that this machine has.
 
     pulls: KV comes from prefill engines, by MemFabric.
 
@@ -207,19 +196,16 @@ def open_parts(
         memory: HostMemory = MemfabricMemory(
             offload, layout, group, device.index or 0, barrier or (lambda: None)
         )
-        if kernels is not None:
-            return memory, KernelRows(*basics, kernels)
-        return memory, SparseCopyRows(*basics, offload.sparse_copy)
+        if kernels is None:
+            logger.warning(HOST_PLANS, KERNELS_ENV)
+        return memory, SparseCopyRows(*basics, offload.sparse_copy), kernels
     pool = open_segment(layout, config, group, barrier)
     if kernels is not None:
         memory = SegmentMemory(pool, kernels.host_register, kernels.host_unregister)
-        return memory, KernelRows(*basics, kernels)
+        return memory, PortableRows(*basics), kernels
     logger.warning(
         "Neither MemFabric's offload module nor the AscendC kernels (%s) are there: rows are moved by torch, "
         "slowly. See docs/ascend.md.",
         KERNELS_ENV,
     )
-    return SegmentMemory(pool), PortableRows(*basics)
-
-
-__all__ = ["AscendOffload", "SplitRows", "load_kernels", "open_parts"]
+    return SegmentMemory(pool), PortableRows(*basics), None

@@ -1,8 +1,8 @@
-"""Rows of main KV on an NPU: a latent and a rope tensor each, and three ways to move them.
+"""Rows of main KV on an NPU: a latent and a rope tensor each, and two ways to move them from the host.
 
 `PortableRows` works with torch alone: rows go through ordinary host memory, and the caller waits.
-`SparseCopyRows` lets MemFabric's copy kernel read and write host memory by address.
-`KernelRows` uses this project's AscendC kernels where they were built; see docs/ascend-build.md.
+`SparseCopyRows` lets MemFabric's copy kernel read and write host memory by address. With the AscendC kernels
+(see `kernels`, `delivery`) decode's rows are moved by those instead.
 """
 
 from __future__ import annotations
@@ -220,58 +220,4 @@ class SparseCopyRows(PortableRows):
             raise RuntimeError(f"memfabric_hybrid.offload.sparse_copy returned {code}")
 
 
-class KernelRows(PortableRows):
-    """Misses fetched by the AscendC kernel `dsa_serve_rows`, which reads host rows where they are.
-
-    Args:
-        kernels: torch.ops.kvoffload, with the library of csrc/ascendc loaded.
-    """
-
-    def __init__(
-        self,
-        row_bytes: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        scatter: Scatter,
-        kernels: Any,
-    ) -> None:
-        super().__init__(row_bytes, dtype, device, scatter)
-        self._kernels = kernels
-        self._no_rows = [torch.empty((0, n), dtype=torch.uint8, device=device) for n in self._bytes]
-        self._no_slots = torch.empty(0, dtype=torch.int32, device=device)
-
-    def serve(
-        self,
-        host: SplitRows,
-        hot: SplitRows,
-        block_table: torch.Tensor,
-        rows: torch.Tensor,
-        plan: ops.PlanOut,
-    ) -> int:
-        count = len(rows)
-        num_blocks, block_size = host.parts[0].shape[:2]
-        # Cut to the longest list, so that what goes to the device grows with the misses.
-        counts = plan.miss_counts[:count]
-        width = max(int(counts.max()) if count else 0, 1)
-        host_lists = (
-            block_table,
-            torch.zeros(count + 1, dtype=torch.int32),
-            rows,
-            plan.miss_ids[:count, :width].contiguous(),
-            plan.miss_slots[:count, :width].contiguous(),
-            counts,
-        )
-        lists = [tensor.to(self._device) for tensor in host_lists]
-        self._kernels.dsa_serve_rows(
-            list(host.addresses),
-            num_blocks,
-            block_size,
-            list(hot.parts),
-            self._no_rows,
-            *lists,
-            self._no_slots,
-        )
-        return int(counts[rows >= 0].sum()) * sum(self._bytes)
-
-
-_conform: tuple[type[RowOps], ...] = (PortableRows, SparseCopyRows, KernelRows)  # checked by mypy
+_conform: tuple[type[RowOps], ...] = (PortableRows, SparseCopyRows)  # checked by mypy

@@ -12,7 +12,14 @@ from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
 from vllm_kvoffload.config import ConfigError, SparseOffloadConfig
 from vllm_kvoffload.platforms.ascend.attention import KVOffloadSFAImpl
-from vllm_kvoffload.platforms.ascend.caches import LayerCache, connector_entries, layer_caches
+from vllm_kvoffload.platforms.ascend.caches import (
+    IndexerLayout,
+    LayerCache,
+    bound_entries,
+    connector_entries,
+    indexer_layouts,
+    layer_caches,
+)
 from vllm_kvoffload.platforms.ascend.checks import uses_our_connector
 from vllm_kvoffload.platforms.ascend.offload import AscendOffload
 from vllm_kvoffload.platforms.engine import offload_config
@@ -57,38 +64,36 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
         caches = {
             name: LayerCache(
                 offload.host_cache(extract_layer_index(name)),
-                self._indexer_cache(spec, kv_cache_config.num_blocks),
+                self._indexer_cache(layout, kv_cache_config.num_blocks),
             )
-            for name, spec in specs.items()
+            for name, layout in indexer_layouts(specs).items()
         }
         context = self.compilation_config.static_forward_context
-        combined: dict[str, Any] = {name: cache.combined for name, cache in caches.items()}
-        bind_kv_cache(combined, context, self.kv_caches)
+        bind_kv_cache(dict(bound_entries(caches, specs)), context, self.kv_caches)
         for name in caches:
             bind_offload(context[name].impl, offload, extract_layer_index(name))
         return caches
 
-    def _indexer_cache(self, spec: Any, num_blocks: int) -> tuple[torch.Tensor, ...]:
+    def _indexer_cache(self, layout: IndexerLayout | None, num_blocks: int) -> tuple[torch.Tensor, ...]:
         """Key cache, and scales where keys are quantised, [num_blocks, block_size, 1, D]; () without
         indexer.
         """
-        width = spec.sparse_head_dim[2]
-        if not width:
+        if layout is None:
             return ()
-        shape = (num_blocks, spec.block_size, spec.num_kv_heads)
-        count = num_blocks * spec.block_size * spec.num_kv_heads
-        if not spec.cache_sparse_li_c8:
-            size = count * width * spec.dtype.itemsize
-            keys = self._allocate_int8_cache_tensor(size, ALIGNMENT)
-            return (keys.view(spec.dtype).view(*shape, width),)
+        shape = (num_blocks, layout.block_size, layout.heads)
+        count = num_blocks * layout.block_size * layout.heads
+        nbytes = count * layout.width * layout.dtype.itemsize
+        if layout.scale_dtype is None:
+            keys = self._allocate_int8_cache_tensor(nbytes, ALIGNMENT)
+            return (keys.view(layout.dtype).view(*shape, layout.width),)
         keys, scales = self._allocate_sparse_c8_indexer_tensors(
-            dsa_k_tensor_size=count * width * spec.c8_k_cache_dtype.itemsize,
-            dsa_k_scale_tensor_size=count * spec.c8_k_scale_cache_dtype.itemsize,
+            dsa_k_tensor_size=nbytes,
+            dsa_k_scale_tensor_size=count * layout.scale_dtype.itemsize,
             alignment=ALIGNMENT,
-            scale_dtype=spec.c8_k_scale_cache_dtype,
+            scale_dtype=layout.scale_dtype,
         )
-        quantised = keys.view(spec.c8_k_cache_dtype).view(*shape, width)
-        return quantised, scales.view(spec.c8_k_scale_cache_dtype).view(*shape, 1)
+        quantised = keys.view(layout.dtype).view(*shape, layout.width)
+        return quantised, scales.view(layout.scale_dtype).view(*shape, 1)
 
     def _update_states(self, scheduler_output: Any) -> Any:
         if self.offload is not None:

@@ -1,0 +1,284 @@
+"""Decode by the AscendC kernels: plans, fetches and new rows are queued on the device, no layer waits for it.
+
+The deliveries of `vllm_kvoffload.sparse` plan on the host, where each index group's choice has to be copied
+to first. Here choice, plan and lists of misses never leave the device. Results are the same to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm_kvoffload import ops
+from vllm_kvoffload.config import ConfigError, SparseOffloadConfig
+from vllm_kvoffload.geometry import KVGeometry
+from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, DeviceBatch, DeviceCounters, RowKernels
+from vllm_kvoffload.platforms.ascend.rows import SplitRows
+from vllm_kvoffload.runtime.npu import NpuRuntime
+from vllm_kvoffload.sparse.delivery import DecodeParts, Delivered, Delivery, DevicePlanning
+from vllm_kvoffload.sparse.hot_pool import GroupPool
+from vllm_kvoffload.sparse.step_state import StepState
+
+BUFFERS = 2
+"""Selections and plans of compact delivery: the next layer is gathered while the last one is installed."""
+
+
+class _KernelPlanning:
+    """What both deliveries do alike: the plan, and the step's batch on the device."""
+
+    def __init__(
+        self, parts: DecodeParts, kernels: Any, device: torch.device, topk: int, max_query_len: int
+    ) -> None:
+        rows = parts.rows.num_rows
+        assert isinstance(parts.runtime, NpuRuntime)
+        self._parts = parts
+        self._kernels = kernels
+        self._device = device
+        self._shape = (rows * max_query_len, rows, topk, max_query_len)
+        self._moves = RowKernels(kernels, rows, parts.store.row_ops.zeros(0), device)
+        self._counters = DeviceCounters(parts.stats, device, parts.runtime.current_stream().record)
+        self._lane = parts.runtime.lane()
+        self._step: StepState | None = None
+        self._batch: DeviceBatch | None = None
+        self._indices = torch.empty(0)
+
+    def _on(self, step: StepState) -> DeviceBatch:
+        if self._batch is None or step is not self._step:
+            self._step, self._batch = step, DeviceBatch.of(step, self._device)
+        return self._batch
+
+    def _plan_group(self, pool: GroupPool, chosen: torch.Tensor, on: DeviceBatch, out: ops.PlanOut) -> None:
+        kept = pool.residency
+        self._kernels.dsa_plan(
+            chosen,
+            on.start_loc,
+            on.seq_lens,
+            on.rows,
+            kept.tags,
+            kept.ages,
+            kept.hands,
+            kept.high,
+            kept.policy,
+            *out.buffers,
+        )
+
+    def _taken(self, new_rows: SplitRows, on: DeviceBatch) -> SplitRows:
+        rows: SplitRows = self._parts.store.row_ops.take(new_rows, on.tokens)
+        return rows
+
+    def _try(self, out: ops.PlanOut, table_width: int, serve: Callable[[DeviceBatch], object]) -> None:
+        """Plans and serves the largest step, with no request in it: the kernels say what is beyond them.
+
+        Raises ConfigError.
+        """
+        tokens, rows, topk, queries = self._shape
+        nobody = DeviceBatch(
+            tokens=torch.arange(tokens, dtype=torch.int32, device=self._device),
+            token_rows=torch.zeros(tokens, dtype=torch.int32, device=self._device),
+            first_slots=torch.zeros((tokens, 1), dtype=torch.int32, device=self._device),
+            start_loc=torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=self._device),
+            seq_lens=torch.full((rows,), queries, dtype=torch.int32, device=self._device),
+            rows=torch.full((rows,), -1, dtype=torch.int32, device=self._device),
+            block_table=torch.zeros((rows, table_width), dtype=torch.int32, device=self._device),
+        )
+        chosen = torch.full((tokens, topk), -1, dtype=torch.int32, device=self._device)
+        try:
+            self._plan_group(self._parts.hot.groups[0], chosen, nobody, out)
+            serve(nobody)
+        except ValueError as error:
+            rule, fix = f"its kernels can't serve this engine: {error}", "change that, or unset it"
+            raise ConfigError(KERNELS_ENV, os.environ.get(KERNELS_ENV), rule, fix) from error
+
+
+class KernelDelivery(_KernelPlanning):
+    """In-place :class:`Delivery`: attention reads the hot pool itself.
+
+    Followers' misses are fetched on a stream of their own as soon as the owner has its rows.
+
+    Args:
+        parts: of an `NpuRuntime`, with residencies on the device.
+        kernels: torch.ops.kvoffload with the AscendC library.
+        topk: K. max_query_len: query tokens of a request in a step. table_width: blocks of the longest one.
+
+    Raises ConfigError: the kernels can't do these sizes.
+    """
+
+    def __init__(
+        self,
+        parts: DecodeParts,
+        kernels: Any,
+        device: torch.device,
+        *,
+        topk: int,
+        max_query_len: int,
+        table_width: int,
+    ) -> None:
+        super().__init__(parts, kernels, device, topk, max_query_len)
+        self._plan = ops.PlanOut(*self._shape, device=device)
+        self._fetches: dict[int, Any] = {}  # events, by layer
+        self._try(self._plan, table_width, lambda on: self._serve(0, on, None, misses=True))
+
+    def plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState) -> None:
+        on = self._on(step)
+        chosen = topk.index_select(0, on.tokens)
+        self._plan_group(pool, chosen, on, self._plan)
+        self._counters.count_plan(self._plan)
+        slots = self._plan.slots[: len(chosen)]
+        self._indices = torch.where(slots < 0, slots, slots + on.first_slots)
+
+    def deliver(self, layer: int, pool: GroupPool, new_rows: SplitRows, step: StepState) -> Delivered:
+        on, store, hot = self._on(step), self._parts.store, self._parts.hot
+        fetch = self._fetches.pop(layer, None)
+        if fetch is not None:
+            self._lane.join(fetch)
+        elif step.decode_late:
+            store.await_layer(layer)
+        self._count(self._serve(layer, on, self._taken(new_rows, on), misses=fetch is None))
+        if layer == pool.group.owner and not step.decode_late:
+            for follower in pool.group.layers[1:]:
+                self._fetches[follower] = self._lane.submit(self._prefetch, follower, on)
+        pool.unserved -= 1
+        return Delivered(hot.layers[layer], self._indices, on.tokens, on.token_rows, hot.num_slots)
+
+    def _prefetch(self, layer: int, on: DeviceBatch) -> None:
+        self._count(self._serve(layer, on, None, misses=True))
+
+    def _serve(
+        self, layer: int, on: DeviceBatch, new_rows: SplitRows | None, *, misses: bool
+    ) -> torch.Tensor:
+        host, hot = self._parts.store.layers[layer], self._parts.hot.layers[layer]
+        return self._moves.fetch(host, hot, on, self._plan, new_rows, misses=misses)
+
+    def _count(self, reports: torch.Tensor) -> None:
+        self._counters.count_fetch(reports)
+
+    def join(self) -> bool:
+        for fetch in self._fetches.values():
+            self._lane.join(fetch)
+        self._fetches.clear()
+        self._counters.advance()
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        return self._plan.nbytes
+
+
+class KernelCompactDelivery(_KernelPlanning):
+    """Compact :class:`Delivery` (see `vllm_kvoffload.sparse.compact`) with our own plan.
+
+    Attention reads a layer's chosen rows in a selection; on a stream of its own they are installed in the
+    pool meanwhile. Arguments and errors are those of :class:`KernelDelivery`.
+    """
+
+    def __init__(
+        self,
+        parts: DecodeParts,
+        kernels: Any,
+        device: torch.device,
+        *,
+        topk: int,
+        max_query_len: int,
+        table_width: int,
+    ) -> None:
+        super().__init__(parts, kernels, device, topk, max_query_len)
+        zeros, tokens = parts.store.row_ops.zeros, self._shape[0]
+        self._plans = [ops.PlanOut(*self._shape, compact=True, device=device) for _ in range(BUFFERS)]
+        self._selections: list[SplitRows] = [zeros(tokens, topk) for _ in range(BUFFERS)]
+        self._plan_number = self._selection_number = 0
+        self._plan_users: list[list[int]] = [[] for _ in range(BUFFERS)]
+        self._selection_users: list[int | None] = [None] * BUFFERS
+        # By layer: the event of its install, and what that reads besides the buffers.
+        self._installs: dict[int, tuple[Any, SplitRows]] = {}
+        self._owners = torch.arange(tokens, dtype=torch.int32, device=device)
+        self._try(self._plans[0], table_width, self._serve_nobody)
+
+    def _serve_nobody(self, on: DeviceBatch) -> None:
+        plan, selection = self._plans[0], self._selections[0]
+        host, hot = self._parts.store.layers[0], self._parts.hot.layers[0]
+        rows = self._parts.store.row_ops.zeros(len(on.tokens))
+        self._moves.gather(host, hot, on, plan, rows, selection)
+        self._moves.install(selection, hot, on, plan)
+        self._moves.fetch(host, hot, on, plan, rows, misses=False)
+
+    def plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState) -> None:
+        number = self._plan_number = (self._plan_number + 1) % BUFFERS
+        for layer in self._plan_users[number]:
+            self._await(layer)
+        self._plan_users[number].clear()
+        on, plan = self._on(step), self._plans[number]
+        chosen = topk.index_select(0, on.tokens)
+        self._plan_group(pool, chosen, on, plan)
+        self._counters.count_plan(plan)
+        kinds = plan.kinds[: len(chosen), :, 0]
+        found = (kinds >= ops.Kind.POOL_HIT) & (kinds <= ops.Kind.DECODE_WINDOW)
+        places = torch.arange(chosen.numel(), dtype=torch.int32, device=self._device).view(chosen.shape)
+        self._indices = places.masked_fill_(~found, -1)
+
+    def deliver(self, layer: int, pool: GroupPool, new_rows: SplitRows, step: StepState) -> Delivered:
+        on, store, hot = self._on(step), self._parts.store, self._parts.hot.layers[layer]
+        plan = self._plans[self._plan_number]
+        if step.decode_late:
+            store.await_layer(layer)
+        self._await(layer)
+        selection, fresh = self._take_selection(layer), self._taken(new_rows, on)
+        host = store.layers[layer]
+        self._counters.count_fetch(self._moves.gather(host, hot, on, plan, fresh, selection))
+        event = self._lane.submit(self._install, layer, on, plan, fresh, selection)
+        self._installs[layer] = (event, fresh)
+        self._plan_users[self._plan_number].append(layer)
+        pool.unserved -= 1
+        count = len(self._indices)
+        chosen = SplitRows([part[:count] for part in selection.parts])
+        return Delivered(chosen, self._indices, on.tokens, self._owners[:count], self._indices.shape[1])
+
+    def _install(
+        self, layer: int, on: DeviceBatch, plan: ops.PlanOut, new_rows: SplitRows, selection: SplitRows
+    ) -> None:
+        host, hot = self._parts.store.layers[layer], self._parts.hot.layers[layer]
+        self._counters.check_copies(self._moves.install(selection, hot, on, plan))
+        self._counters.check_copies(self._moves.fetch(host, hot, on, plan, new_rows, misses=False))
+
+    def _await(self, layer: int) -> None:
+        """Puts the compute stream behind a layer's last install, which frees its plan and selection."""
+        install = self._installs.pop(layer, None)
+        if install is not None:
+            self._lane.join(install[0])
+
+    def _take_selection(self, layer: int) -> SplitRows:
+        number = self._selection_number = (self._selection_number + 1) % BUFFERS
+        user = self._selection_users[number]
+        if user is not None:
+            self._await(user)
+        self._selection_users[number] = layer
+        return self._selections[number]
+
+    def join(self) -> bool:
+        for layer in list(self._installs):
+            self._await(layer)
+        self._counters.advance()
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        parts = [part for selection in self._selections for part in selection.parts]
+        return sum(part.nbytes for part in parts) + sum(plan.nbytes for plan in self._plans)
+
+
+def device_planning(
+    kernels: Any, device: torch.device, geometry: KVGeometry, config: SparseOffloadConfig, table_width: int
+) -> DevicePlanning:
+    """Plans by the kernels, delivered as the options say. Arguments: see :class:`KernelDelivery`."""
+    kind = KernelCompactDelivery if config.delivery == "compact" else KernelDelivery
+    topk, queries = geometry.index_topk, 1 + geometry.num_speculative_tokens
+
+    def delivery(parts: DecodeParts) -> Delivery:
+        return kind(parts, kernels, device, topk=topk, max_query_len=queries, table_width=table_width)
+
+    return DevicePlanning(device, delivery)
+
+
+_conform: tuple[type[Delivery], ...] = (KernelDelivery, KernelCompactDelivery)  # checked by mypy

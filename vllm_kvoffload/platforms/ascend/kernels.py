@@ -1,0 +1,237 @@
+"""What the deliveries that plan on the device share: the AscendC kernels, a step's batch, counters.
+
+Everything is queued on the device. What the host knows of a step goes over in one transfer; what it wants to
+know comes back without anybody waiting for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_kvoffload import ops
+from vllm_kvoffload.config import ConfigError
+from vllm_kvoffload.platforms.ascend.rows import SplitRows
+from vllm_kvoffload.runtime.base import Event
+from vllm_kvoffload.sparse.stats import OffloadStats
+from vllm_kvoffload.sparse.step_state import StepState
+
+KERNELS_ENV = "KVOFFLOAD_ASCEND_OPS"
+"""Path of libkvoffload_ascend.so, which docs/ascend-build.md says how to build."""
+LINE_INTS = 16
+"""int32 of a line of 64 bytes, on which the kernels want every tensor to begin."""
+FETCHED, REFUSED = 0, 1  # columns of a report
+
+
+def load_kernels() -> Any:
+    """torch.ops.kvoffload with the AscendC kernels, None where they were not built.
+
+    Raises ConfigError: KVOFFLOAD_ASCEND_OPS names a library that isn't there or doesn't load.
+    """
+    path = os.environ.get(KERNELS_ENV, "")
+    if not path:
+        return None
+    if not Path(path).is_file():
+        raise ConfigError(
+            KERNELS_ENV, path, "no such file", "build it, see docs/ascend-build.md, or unset it"
+        )
+    from vllm_kvoffload.ops import torch_ops  # noqa: F401  # declares dsa_plan, which the library implements
+
+    try:
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    except OSError as error:
+        fix = "build it against the CANN and torch_npu that are installed, or unset it"
+        raise ConfigError(KERNELS_ENV, path, f"does not load: {error}", fix) from error
+    return torch.ops.kvoffload
+
+
+def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """int32 copies on the device, each from a line on, in one transfer that nobody waits for."""
+    sizes = [-(-tensor.numel() // LINE_INTS) * LINE_INTS for tensor in tensors]
+    starts = list(accumulate(sizes, initial=0))
+    packed = torch.zeros(starts[-1], dtype=torch.int32)
+    for tensor, start in zip(tensors, starts, strict=False):
+        packed[start : start + tensor.numel()] = tensor.flatten()
+    if device.type != "cpu":
+        packed = packed.pin_memory()
+    there = packed.to(device, non_blocking=True)
+    return [
+        there[start : start + tensor.numel()].view(tensor.shape)
+        for tensor, start in zip(tensors, starts, strict=False)
+    ]
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """The decoding requests of a :class:`StepState` on the device, all int32, under its names."""
+
+    tokens: torch.Tensor
+    token_rows: torch.Tensor
+    first_slots: torch.Tensor
+    start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    rows: torch.Tensor
+    block_table: torch.Tensor
+
+    @classmethod
+    def of(cls, step: StepState, device: torch.device) -> DeviceBatch:
+        return cls(
+            *upload(
+                (
+                    step.decode_tokens,
+                    step.token_rows,
+                    step.first_slots,
+                    step.decode_start_loc,
+                    step.decode_seq_lens,
+                    step.decode_rows,
+                    step.decode_block_table,
+                ),
+                device,
+            )
+        )
+
+
+class DeviceCounters:
+    """Counters that the kernels raise, as far as they came back: a step or two late.
+
+    Args:
+        stats: gets the totals. record: records an event of the compute stream.
+    """
+
+    def __init__(self, stats: OffloadStats, device: torch.device, record: Callable[[str], Event]) -> None:
+        self._stats = stats
+        self._record = record
+        plan = len(ops.STATS)
+        self._sums = torch.zeros(plan + 2, dtype=torch.int64, device=device)
+        self._plans, self._fetched, self._refused = self._sums.split([plan, 1, 1])
+        self._fetches: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+        self._read = torch.zeros(plan + 2, dtype=torch.int64)
+        if device.type != "cpu":
+            self._read = self._read.pin_memory()
+        self._reading: Event | None = None
+
+    def count_plan(self, plan: ops.PlanOut) -> None:
+        """Adds what a plan that was just queued will count."""
+        self._plans.add_(plan.stats)
+
+    def count_fetch(self, reports: torch.Tensor) -> None:
+        """Adds the reports, int64 [cores, 8], of a call that was just queued and reads the host pool."""
+        self._fetches.append(reports)
+        self._copies.append(reports)
+
+    def check_copies(self, reports: torch.Tensor) -> None:
+        """The same for a call that only moves rows on the device."""
+        self._copies.append(reports)
+
+    def advance(self) -> None:
+        """Takes what has come back, and asks for what was counted since. All streams have been joined.
+
+        Raises RuntimeError: kernels were given blocks or slots that don't exist.
+        """
+        if self._reading is not None and self._reading.query():
+            self._reading = None
+            self._take(self._read.tolist())
+        if self._copies and self._reading is None:
+            for total, reports, column in (
+                (self._fetched, self._fetches, FETCHED),
+                (self._refused, self._copies, REFUSED),
+            ):
+                if reports:
+                    total.add_(torch.stack(reports)[:, :, column].sum())
+                    reports.clear()
+            self._read.copy_(self._sums, non_blocking=True)
+            self._reading = self._record("counters")
+
+    def _take(self, sums: list[int]) -> None:
+        stats = self._stats
+        stats.hits, stats.misses, stats.new_rows, stats.displaced = sums[:4]
+        stats.fetched_bytes, refused = sums[-2:]
+        if refused:
+            raise RuntimeError(
+                f"the AscendC kernels left {refused} rows alone whose block or slot is out of bounds: what "
+                "attention has read is wrong"
+            )
+
+
+class RowKernels:
+    """The kernels that move rows, called with rows as this platform keeps them."""
+
+    def __init__(self, kernels: Any, rows: int, none: SplitRows, device: torch.device) -> None:
+        self._kernels = kernels
+        self._no_misses = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._none = none
+        self._no_slots = torch.empty(0, dtype=torch.int32, device=device)
+
+    def fetch(
+        self,
+        host: SplitRows,
+        hot: SplitRows,
+        on: DeviceBatch,
+        plan: ops.PlanOut,
+        new_rows: SplitRows | None,
+        *,
+        misses: bool,
+    ) -> torch.Tensor:
+        """Misses of a layer from the host pool and new rows [T'] into their slots; either may be left out.
+        Returns the reports.
+        """
+        report: torch.Tensor = self._kernels.dsa_serve_rows(
+            list(host.addresses),
+            *host.parts[0].shape[:2],
+            list(hot.parts),
+            list((self._none if new_rows is None else new_rows).parts),
+            on.block_table,
+            on.start_loc,
+            on.rows,
+            plan.miss_ids,
+            plan.miss_slots,
+            plan.miss_counts if misses else self._no_misses,
+            self._no_slots if new_rows is None else plan.new_slots,
+        )
+        return report
+
+    def gather(
+        self,
+        host: SplitRows,
+        hot: SplitRows,
+        on: DeviceBatch,
+        plan: ops.PlanOut,
+        new_rows: SplitRows,
+        selection: SplitRows,
+    ) -> torch.Tensor:
+        """The row of every chosen position of a layer into the selection. Returns the reports."""
+        report: torch.Tensor = self._kernels.dsa_serve_compact_rows(
+            list(host.addresses),
+            *host.parts[0].shape[:2],
+            list(hot.parts),
+            list(new_rows.parts),
+            list(selection.parts),
+            plan.kinds,
+            on.start_loc,
+            on.seq_lens,
+            on.block_table,
+            on.rows,
+        )
+        return report
+
+    def install(
+        self, selection: SplitRows, hot: SplitRows, on: DeviceBatch, plan: ops.PlanOut
+    ) -> torch.Tensor:
+        """The selection's misses into their slots. Returns the reports."""
+        report: torch.Tensor = self._kernels.dsa_install_rows(
+            list(selection.parts),
+            list(hot.parts),
+            on.start_loc,
+            on.rows,
+            plan.miss_positions,
+            plan.miss_slots,
+            plan.miss_counts,
+        )
+        return report
