@@ -202,9 +202,10 @@ def run_ranks(setup: Setup, size: int) -> list[Outputs]:
         thread.join(120)
     for adapter in adapters:
         adapter.close()
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    errors = [result for result in results if isinstance(result, BaseException)]
+    errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))  # that is the other's
+    if errors:
+        raise errors[0]
     return results
 
 

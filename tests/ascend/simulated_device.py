@@ -123,9 +123,9 @@ def copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any torch function with a tensor of the device among its arguments."""
     name = getattr(func, "__name__", "")
-    if func is torch.Tensor.device.__get__:
+    if func == torch.Tensor.device.__get__:
         return NPU
-    if func is torch.Tensor.is_cpu.__get__:
+    if func == torch.Tensor.is_cpu.__get__:
         return False
     if func is torch.Tensor.to:
         return move(args, kwargs, target_of(args, kwargs))
@@ -135,6 +135,8 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise TypeError("can't convert a tensor of the device to numpy")
     if name in SYNCS:
         syncs.note(name)
+    if name == "cpu":
+        return plain(args[0]).clone()
     if name in ("__getitem__", "__setitem__") and any(
         isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bool for leaf in tree_leaves(args[1])
     ):

@@ -112,7 +112,7 @@ def rms_norm(
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """npu_rotary_mul: pairs are the two halves of the last dimension."""
     low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-high, low], dim=-1) * sin
+    return (x * cos + torch.cat([-high, low], dim=-1) * sin).to(x.dtype)
 
 
 def interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -205,8 +205,8 @@ class NpuRuntime:
         start = time.monotonic()
         limit_s = self._default_deadline_s if deadline_s is None else check_deadline(deadline_s)
         self._threads.synchronize(limit_s)
-        for queue in (*self._lanes, self._compute):
-            queue.synchronize(max(0.0, limit_s - (time.monotonic() - start)))
+        for synchronize in (*(lane.synchronize for lane in self._lanes), self._compute.synchronize):
+            synchronize(max(0.0, limit_s - (time.monotonic() - start)))
 
     def shutdown(self, deadline_s: float | None = None) -> None:
         try:

@@ -44,7 +44,7 @@ class HostStore:
         row_ops: RowOps | None = None,
     ) -> None:
         self.layers = layers
-        self.row_ops = row_ops or TensorRows(layers[0].shape[-1])
+        self.row_ops: RowOps = row_ops or TensorRows(layers[0].shape[-1])
         self.bytes_written = 0
         self._compute = runtime.current_stream()
         self._stream = runtime.stream(STREAM)

@@ -8,7 +8,7 @@ import torch
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.geometry import IndexGroup, KVGeometry
-from vllm_kvoffload.sparse.row_ops import RowOps, TensorRows
+from vllm_kvoffload.sparse.row_ops import RowOps, Rows, TensorRows
 
 
 @dataclass
@@ -51,7 +51,7 @@ class HotPool:
     ) -> None:
         self.num_slots = num_slots
         row_ops = row_ops or TensorRows(geometry.main_row_bytes)
-        self.layers = [row_ops.zeros(num_rows, num_slots) for _ in range(geometry.num_layers)]
+        self.layers: list[Rows] = [row_ops.zeros(num_rows, num_slots) for _ in range(geometry.num_layers)]
         self._row_nbytes = geometry.num_layers * num_rows * num_slots * geometry.main_row_bytes
         self.groups = [
             GroupPool(group, ops.Residency.allocate(num_rows, num_slots, ways, policy, device))

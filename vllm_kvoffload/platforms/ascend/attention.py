@@ -9,6 +9,7 @@ it alone, so that no causal mask cuts slots off.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -59,7 +60,7 @@ class KVOffloadSFAMetadataBuilder(AscendSFAMetadataBuilder):
     and asks both in every step. The step they are of is one, and so is its batch.
     """
 
-    _last: ClassVar[BuiltStep | None] = None
+    _built: ClassVar[threading.local] = threading.local()  # its `last` is the thread's last step
 
     def __init__(
         self,
@@ -92,13 +93,13 @@ class KVOffloadSFAMetadataBuilder(AscendSFAMetadataBuilder):
 
     def _step(self, common: Any, seq_lens: torch.Tensor) -> BuiltStep:
         source = (common.query_start_loc_cpu, common.seq_lens, common.slot_mapping, common.block_table_tensor)
-        last = KVOffloadSFAMetadataBuilder._last
+        last: BuiltStep | None = getattr(self._built, "last", None)
         if last is None or any(old is not new for old, new in zip(last.source, source, strict=True)):
             batch = step_batch(common, seq_lens, self.kernel_block_size)
             ends = np.repeat(batch.computed - batch.query_start_loc[:-1] + 1, batch.query_lens)
             ends += np.arange(len(ends), dtype=ends.dtype)
             there = torch.from_numpy(ends.astype(np.int32)).to(common.slot_mapping.device)
-            last = KVOffloadSFAMetadataBuilder._last = BuiltStep(batch, there, source)
+            last = self._built.last = BuiltStep(batch, there, source)
         return last
 
 

@@ -109,7 +109,7 @@ class DeviceCounters:
         self._record = record
         plan = len(ops.STATS)
         self._sums = torch.zeros(plan + 2, dtype=torch.int64, device=device)
-        self._plans, self._fetched, self._refused = self._sums.split([plan, 1, 1])
+        self._plans, self._fetched, self._refused = torch.split(self._sums, [plan, 1, 1])
         self._fetches: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
         self._read = torch.zeros(plan + 2, dtype=torch.int64)

@@ -69,7 +69,8 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
             for name, layout in indexer_layouts(specs).items()
         }
         context = self.compilation_config.static_forward_context
-        bind_kv_cache(dict(bound_entries(caches, specs)), context, self.kv_caches)
+        bound: dict[str, Any] = dict(bound_entries(caches, specs))
+        bind_kv_cache(bound, context, self.kv_caches)
         for name in caches:
             bind_offload(context[name].impl, offload, extract_layer_index(name))
         return caches
