@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prefill engine, decode engine with sparse KV offload, and the proxy, on one machine. Ctrl-C, or the end of one of them,
-# ends all three.
+# ends all. With STORE=local or memcache, prefill's layers share a few device buffers and its KV goes to a store, too.
 # Edit the values here, or set them in the environment. PLATFORM=cpu runs on any Linux machine; PLATFORM=ascend shows the
 # same deployment on NPUs and has not been run.
 set -euo pipefail
@@ -19,6 +19,11 @@ TOPK_BUFFER_SIZE=${TOPK_BUFFER_SIZE:-512}     # decode's hot rows per request an
 DRAM_GB=${DRAM_GB:-1}                         # decode's host memory for the main KV
 PREFILL_TP=${PREFILL_TP:-1}                   # a multiple of DECODE_TP
 DECODE_TP=${DECODE_TP:-1}
+STORE=${STORE:-none}                          # behind prefill: none; local, its own memory; memcache, a pool of MemCache (NPUs only)
+SHARED_BUFFERS=${SHARED_BUFFERS:-3}           # with a store: device buffers that prefill's layers but the first share
+STORE_GB=${STORE_GB:-4}                       # with a store: its host memory; with memcache of each prefill rank
+META_PORT=${META_PORT:-5000}                  # with memcache: of the MetaService; its config store is at 1000 more
+PROTOCOL=${PROTOCOL:-device_sdma}             # with memcache: device_sdma on A3 with HCCS, device_rdma on A2
 
 if [[ $PLATFORM == cpu ]]; then
   make setup
@@ -43,16 +48,43 @@ else
   DECODE_DEVICES=${DECODE_DEVICES:-8,9,10,11,12,13,14,15}
 fi
 
+PREFILL_KV="{
+  \"kv_connector\": \"SfaRemoteD2HConnector\", \"kv_role\": \"kv_producer\", \"kv_port\": $KV_PORT,
+  \"kv_connector_extra_config\": {\"transfer_backend\": \"$BACKEND\"}
+}"
+PREFILL_OPTIONS=()
+if [[ $STORE != none ]]; then                 # decode pulls out of layer buffers whose KV goes to a store as well
+  STORE_SIZE=
+  [[ $STORE != local ]] || STORE_SIZE=", \"local_dram_size_GB\": $STORE_GB"
+  PREFILL_OPTIONS=(--enforce-eager)           # layers are loaded and saved between kernels
+  PREFILL_KV="{
+    \"kv_connector\": \"MultiConnector\", \"kv_role\": \"kv_producer\",
+    \"kv_connector_extra_config\": {\"connectors\": [$PREFILL_KV, {
+      \"kv_connector\": \"AscendStoreConnector\", \"kv_role\": \"kv_producer\",
+      \"kv_connector_extra_config\": {
+        \"backend\": \"$STORE\", \"use_layerwise\": true$STORE_SIZE,
+        \"layerwise_num_shared_buffers\": $SHARED_BUFFERS, \"layerwise_independent_layers\": [0]
+      }
+    }]}
+  }"
+fi
+
 trap 'trap "" INT TERM; kill 0; wait' EXIT      # TERM for all that was started here
 export VLLM_HOST_IP=$HOST                     # what the engines tell each other
 COMMON=(--host "$HOST" --max-model-len "$MAX_MODEL_LEN" --max-num-seqs "$MAX_NUM_SEQS" "${PLATFORM_OPTIONS[@]}")
 
-ASCEND_RT_VISIBLE_DEVICES=${PREFILL_DEVICES:-} vllm serve "$MODEL" "${COMMON[@]}" \
-  --port "$PREFILL_PORT" --tensor-parallel-size "$PREFILL_TP" \
-  --kv-transfer-config "{
-    \"kv_connector\": \"SfaRemoteD2HConnector\", \"kv_role\": \"kv_producer\", \"kv_port\": $KV_PORT,
-    \"kv_connector_extra_config\": {\"transfer_backend\": \"$BACKEND\"}
-  }" &
+if [[ $STORE == memcache ]]; then             # what engines share by it must be hashed alike, hence the seed
+  kvoffload conf --force --out .demo/memcache --meta-host "$HOST" --meta-port "$META_PORT" \
+    --config-store-port $((META_PORT + 1000)) --services-per-node "$PREFILL_TP" \
+    --protocol "$PROTOCOL" --dram-size "${STORE_GB}GB"
+  export MMC_META_CONFIG_PATH=$PWD/.demo/memcache/mmc-meta.conf PYTHONHASHSEED=0
+  export MMC_LOCAL_CONFIG_PATH=$PWD/.demo/memcache/mmc-local.conf
+  kvoffload meta &
+  until (: < "/dev/tcp/$HOST/$META_PORT") 2> /dev/null; do kill -0 $!; sleep 0.2; done
+fi
+
+ASCEND_RT_VISIBLE_DEVICES=${PREFILL_DEVICES:-} vllm serve "$MODEL" "${COMMON[@]}" "${PREFILL_OPTIONS[@]}" \
+  --port "$PREFILL_PORT" --tensor-parallel-size "$PREFILL_TP" --kv-transfer-config "$PREFILL_KV" &
 
 ASCEND_RT_VISIBLE_DEVICES=${DECODE_DEVICES:-} vllm serve "$MODEL" "${COMMON[@]}" \
   --port "$DECODE_PORT" --tensor-parallel-size "$DECODE_TP" \

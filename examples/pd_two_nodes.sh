@@ -6,7 +6,8 @@
 #   node B:  examples/pd_two_nodes.sh decode
 #   either:  examples/pd_two_nodes.sh proxy       # requests go to http://PROXY_HOST:PROXY_PORT
 #
-# Ctrl-C, or the end of one engine, ends that role; the order of starting doesn't matter. PLATFORM=cpu runs on any Linux
+# Ctrl-C, or the end of one engine, ends that role; the order of starting doesn't matter. With STORE=local or memcache,
+# prefill's layers share a few device buffers and its KV goes to a store, too. PLATFORM=cpu runs on any Linux
 # machines, or with both roles on one and 127.0.0.1 for all three hosts. PLATFORM=ascend shows the same deployment on NPUs
 # and has not been run.
 set -euo pipefail
@@ -27,6 +28,11 @@ TOPK_BUFFER_SIZE=${TOPK_BUFFER_SIZE:-512}     # decode's hot rows per request an
 DRAM_GB=${DRAM_GB:-1}                         # host memory for the main KV of each decode engine
 PREFILL_TP=${PREFILL_TP:-1}                   # a multiple of DECODE_TP
 DECODE_TP=${DECODE_TP:-1}
+STORE=${STORE:-none}                          # behind prefill: none; local, each engine's own; memcache, their common pool (NPUs only)
+SHARED_BUFFERS=${SHARED_BUFFERS:-3}           # with a store: device buffers that prefill's layers but the first share
+STORE_GB=${STORE_GB:-4}                       # with a store: host memory of each prefill engine; with memcache of each rank
+META_PORT=${META_PORT:-5000}                  # with memcache: of the MetaService; its config store is at 1000 more
+PROTOCOL=${PROTOCOL:-device_sdma}             # with memcache: device_sdma on A3 with HCCS, device_rdma on A2
 
 ROLE=${1:-}
 case $ROLE in
@@ -57,6 +63,27 @@ else
   PLATFORM_OPTIONS=()
 fi
 
+PREFILL_KV="{
+  \"kv_connector\": \"SfaRemoteD2HConnector\", \"kv_role\": \"kv_producer\", \"kv_port\": $KV_PORT,
+  \"kv_connector_extra_config\": {\"transfer_backend\": \"$BACKEND\"}
+}"
+PREFILL_OPTIONS=()
+if [[ $STORE != none ]]; then                 # decode pulls out of layer buffers whose KV goes to a store as well
+  STORE_SIZE=
+  [[ $STORE != local ]] || STORE_SIZE=", \"local_dram_size_GB\": $STORE_GB"
+  PREFILL_OPTIONS=(--enforce-eager)           # layers are loaded and saved between kernels
+  PREFILL_KV="{
+    \"kv_connector\": \"MultiConnector\", \"kv_role\": \"kv_producer\",
+    \"kv_connector_extra_config\": {\"connectors\": [$PREFILL_KV, {
+      \"kv_connector\": \"AscendStoreConnector\", \"kv_role\": \"kv_producer\",
+      \"kv_connector_extra_config\": {
+        \"backend\": \"$STORE\", \"use_layerwise\": true$STORE_SIZE,
+        \"layerwise_num_shared_buffers\": $SHARED_BUFFERS, \"layerwise_independent_layers\": [0]
+      }
+    }]}
+  }"
+fi
+
 export VLLM_HOST_IP=$NODE                     # what this node's engines tell the others
 COMMON=(--host "$NODE" --max-model-len "$MAX_MODEL_LEN" --max-num-seqs "$MAX_NUM_SEQS" "${PLATFORM_OPTIONS[@]}")
 trap 'trap "" INT TERM; kill 0; wait' EXIT      # TERM for all that was started here
@@ -65,14 +92,20 @@ devices() {  # NPUs of engine $1, if each has $2: "8,9,10,11" for 2 and 4
   [[ $PLATFORM == cpu ]] || seq -s, $(($1 * $2)) $((($1 + 1) * $2 - 1))
 }
 
+start_store() {  # MemCache's service; what engines share by it must be hashed alike, hence the seed
+  kvoffload conf --force --out .demo/memcache --meta-host "$NODE" --meta-port "$META_PORT" \
+    --config-store-port $((META_PORT + 1000)) --services-per-node $((${#PREFILL_PORTS[@]} * PREFILL_TP)) \
+    --protocol "$PROTOCOL" --dram-size "${STORE_GB}GB"
+  export MMC_META_CONFIG_PATH=$PWD/.demo/memcache/mmc-meta.conf PYTHONHASHSEED=0
+  export MMC_LOCAL_CONFIG_PATH=$PWD/.demo/memcache/mmc-local.conf
+  kvoffload meta &
+  until (: < "/dev/tcp/$NODE/$META_PORT") 2> /dev/null; do kill -0 $!; sleep 0.2; done
+}
+
 serve_prefill() {
   export ASCEND_RT_VISIBLE_DEVICES=$(devices "$1" "$PREFILL_TP")
-  exec vllm serve "$MODEL" "${COMMON[@]}" \
-    --port "${PREFILL_PORTS[$1]}" --tensor-parallel-size "$PREFILL_TP" \
-    --kv-transfer-config "{
-      \"kv_connector\": \"SfaRemoteD2HConnector\", \"kv_role\": \"kv_producer\", \"kv_port\": $KV_PORT,
-      \"kv_connector_extra_config\": {\"transfer_backend\": \"$BACKEND\"}
-    }"
+  exec vllm serve "$MODEL" "${COMMON[@]}" "${PREFILL_OPTIONS[@]}" \
+    --port "${PREFILL_PORTS[$1]}" --tensor-parallel-size "$PREFILL_TP" --kv-transfer-config "$PREFILL_KV"
 }
 
 serve_decode() {
@@ -96,7 +129,10 @@ repeated() {  # $1, as often as there are further arguments
 }
 
 case $ROLE in
-  prefill) for i in "${!PREFILL_PORTS[@]}"; do serve_prefill "$i" & done ;;
+  prefill)
+    [[ $STORE != memcache ]] || start_store
+    for i in "${!PREFILL_PORTS[@]}"; do serve_prefill "$i" & done
+    ;;
   decode) for i in "${!DECODE_PORTS[@]}"; do serve_decode "$i" & done ;;
   proxy)  # answers at once, and says 503 until engines of both roles are up
     kvoffload proxy --host "$PROXY_HOST" --port "$PROXY_PORT" \

@@ -1,55 +1,124 @@
 """Prefill with shared layer buffers, a store and remote decode at once: the same answers as without any.
 
-The reference is a plain prefill server, which computes a request alone when nobody asks for its KV.
+Two prefill servers with a store of different kinds, one decode server for both. The reference is a plain
+prefill server, which computes a request alone when nobody asks for its KV. Decode caches no prefixes, so that
+it pulls all of a prompt, also what prefill has loaded from its store.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import random
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
-from pd_servers import LEASE_S, Engine, check_same, completion, fleet, metric, wait_free
+from pd_servers import Engine, check_same, completion, fleet, metric, wait_free
 
 from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
+from vllm_kvoffload.demo.server import transfer_options, with_store
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import hostsim
+from hostsim.cluster import MetaCluster
 
 pytest.importorskip("nixl_cu12")
 pytestmark = pytest.mark.slow
 
-JOINT = {
-    "kv_connector": "MultiConnector",
-    "kv_connector_extra_config": {
-        "connectors": [
-            # In the wrong order on purpose: who waits for whom doesn't depend on it.
-            {
-                "kv_connector": "AscendStoreConnector",
-                "kv_role": "kv_producer",
-                "kv_connector_extra_config": {
-                    "backend": "local",
-                    "use_layerwise": True,
-                    "layerwise_num_shared_buffers": 1,
-                    "layerwise_independent_layers": [0],
-                    "local_dram_size_GB": 0.25,
-                },
-            },
-            {
-                "kv_connector": "SfaRemoteD2HConnector",
-                "kv_role": "kv_producer",
-                "kv_port": 20050,
-                "kv_connector_extra_config": {"transfer_backend": "nixl", "lease_s": LEASE_S},
-            },
-        ]
-    },
+MODEL = dataclasses.replace(MODELS["glm-tiny"], layer_pattern="FFSSFSS")
+ROW_BYTES = 7 * 384 + 3 * 256
+BLOCK = 64
+LEASE_S = 30.0
+"""Workers that share cores may not answer for seconds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """A prefill engine's. tp_size: of prefill. plan: what is left of the layers' ten caches."""
+
+    backend: str
+    tp_size: int
+    shared: int
+    independent: list[int] | str
+    plan: str
+
+
+STORES = {
+    "local": Store("local", 2, 1, [0], "4 descriptors using 2 buffer assignments."),
+    "memcache": Store("memcache", 1, 3, [0], "6 descriptors using 4 buffer assignments."),
 }
+
+PULLED = "vllm:external_prefix_cache_hits_total"  # tokens: on decode pulled, on prefill out of the store
+LOADED = "vllm:kvoffload_store_loaded_bytes_total"
+STAND_INS = f"""
+import sys
+
+sys.path.append({str(Path(__file__).parents[1])!r})
+import hostsim
+
+hostsim.activate()
+"""
+
+
+def joint(kind: str) -> Engine:
+    """Of prefill. Its connectors are in the wrong order: who waits for whom doesn't depend on it."""
+    store = STORES[kind]
+    options = {
+        "backend": store.backend,
+        "layerwise_num_shared_buffers": store.shared,
+        "layerwise_independent_layers": store.independent,
+    }
+    if store.backend == "local":
+        options["local_dram_size_GB"] = 0.25
+    transfer = with_store(transfer_options("kv_producer", 20050, lease_s=LEASE_S), options)
+    transfer["kv_connector_extra_config"]["connectors"].reverse()
+    return Engine(tp_size=store.tp_size, transfer=transfer)
+
+
+def with_stand_ins(engine: Engine, cluster: MetaCluster) -> Engine:
+    """The same engine in processes in which MemCache runs without an NPU."""
+    (cluster.folder / "sitecustomize.py").write_text(STAND_INS)
+    path = os.pathsep.join([str(cluster.folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return dataclasses.replace(engine, environment={**cluster.environ, "PYTHONPATH": path})
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("joint")
-    checkpoint = build_checkpoint(folder / "glm-tiny", MODELS["glm-tiny"])
-    prefill = (Engine(transfer=JOINT), Engine())
-    with fleet(checkpoint, folder, prefill=prefill, arguments=("--enforce-eager",)) as running:
-        yield running
+    checkpoint = build_checkpoint(folder / "model", MODEL)
+    prefill = {kind: joint(kind) for kind in STORES if possible(kind)}
+    topologies = {kind: ((number,), (0,)) for number, kind in enumerate(prefill)}
+    with ExitStack() as stack:
+        for kind, engine in prefill.items():
+            if STORES[kind].backend == "memcache":
+                cluster = MetaCluster(tmp_path_factory.mktemp("memcache"), dram_size="64MB")
+                prefill[kind] = with_stand_ins(engine, stack.enter_context(cluster))
+        yield stack.enter_context(
+            fleet(
+                checkpoint,
+                folder,
+                prefill=[*prefill.values(), Engine()],
+                decode=[Engine(arguments=("--no-enable-prefix-caching",))],
+                topologies=topologies,
+                lease_s=LEASE_S,
+                arguments=("--enforce-eager",),
+            )
+        )
+
+
+@pytest.fixture(params=STORES)
+def kind(request):
+    if not possible(request.param):
+        pytest.skip(hostsim.missing())
+    return request.param
+
+
+def possible(kind: str) -> bool:
+    return STORES[kind].backend != "memcache" or not hostsim.missing()
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -57,32 +126,37 @@ def prompt(length: int, seed: int) -> list[int]:
     return [rng.randrange(5, 2000) for _ in range(length)]
 
 
-def hits(servers) -> float:
-    return metric(servers.prefill[0], "vllm:external_prefix_cache_hits_total")
+def prefill_of(servers, kind: str):
+    return servers.prefill[list(STORES).index(kind)]
 
 
-def test_layers_share_memory(servers):
-    log = servers.prefill[0].log.read_text()
-    assert "merged 6 descriptors into 4 descriptors using 2 buffer assignments." in log
+def test_layers_share_memory(servers, kind):
+    log = prefill_of(servers, kind).log.read_text()
+    assert f"merged 10 descriptors into {STORES[kind].plan}" in log
     assert "used again when the store has them and decode has read them" in log
 
 
 @pytest.mark.parametrize("length", [10, 64, 65, 256, 700, 1500])
-def test_same_answers_cold_and_warm(servers, length):
+def test_same_answers_cold_and_warm(servers, kind, length):
     """Below and above top-k, one chunk and several (of 256); then again, with a prefix out of the store."""
-    body = completion(prompt(length, seed=length))
-    servers.check(body)
-    before = hits(servers)
-    shared = completion([*prompt(length, seed=length), *prompt(30, seed=1)])
-    servers.check(shared)
-    assert hits(servers) - before == length // 64 * 64
+    prefill, decode = prefill_of(servers, kind), servers.decode[0]
+    cold = prompt(length, seed=length)
+    warm = [*cold, *prompt(30, seed=1)]
+    for tokens, found in ((cold, 0), (warm, length // BLOCK * BLOCK)):
+        names = ((prefill, PULLED), (decode, PULLED), (prefill, LOADED))
+        before = [metric(server, name) for server, name in names]
+        servers.check(completion(tokens), kind)
+        hits, pulled, loaded = (metric(*one) - b for one, b in zip(names, before, strict=True))
+        assert (hits, pulled) == (found, len(tokens))
+        assert loaded >= found * ROW_BYTES
 
 
-def test_several_at_once(servers):
-    bodies = [completion(prompt(length, seed=100 + length)) for length in (30, 300, 500, 90, 620, 257)]
+def test_several_at_once(servers, kind):
+    lengths = (30, 300, 500, 90, 620, 257)
+    bodies = [completion(prompt(length, seed=100 + length)) for length in lengths]
     with ThreadPoolExecutor(len(bodies)) as threads:
-        answers = list(threads.map(servers.ask, bodies))
+        answers = list(threads.map(lambda body: servers.ask(body, kind), bodies))
     for body, answer in zip(bodies, answers, strict=True):
         check_same(answer, servers.reference(body))
-    for server in (servers.prefill[0], servers.decode[0]):
+    for server in (prefill_of(servers, kind), servers.decode[0]):
         wait_free(server, 20)

@@ -29,7 +29,8 @@ class Result:
 class Lab:
     """Owner of the checkpoints, of the engine that runs, and of the results without offload.
 
-    A model is a name of MODELS, with "-bf16" appended for its bfloat16 variant.
+    A model is a name of MODELS, with "+PATTERN" appended for a variant of other layers, and "-bf16" for
+    bfloat16.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -42,7 +43,10 @@ class Lab:
         """The model's checkpoint, built at its first use."""
         name, _, dtype = model.partition("-bf16")
         assert not dtype, model
-        spec = MODELS[name]
+        plain, _, pattern = name.partition("+")
+        spec = MODELS[plain]
+        if pattern:
+            spec = replace(spec, layer_pattern=pattern)
         if model != name:
             spec = replace(spec, dtype="bfloat16")
         return build_checkpoint(self._directory / model, spec)

@@ -1,8 +1,10 @@
-"""Runs workloads on an engine whose store is the real MemCache, in a process that has its stand-ins.
+"""Runs workloads on engines whose store is the real MemCache, in a process that has its stand-ins.
 
-    python memcache_child.py CHECKPOINT WORKLOAD...
+    python memcache_child.py PLANS
 
-Prints one line of JSON: for each workload the outcomes, and what the connector did.
+PLANS: JSON, by name: checkpoint, shared buffers, independent layers, workloads. Each plan has an engine and,
+in the store, a namespace of its own. Prints a line of JSON for each: its name, the KV blocks, and for each
+workload the outcomes and what the connector did.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
-def main(checkpoint: str, *workloads: str) -> None:
+def main(plans: str) -> None:
     import hostsim
 
     hostsim.activate()
@@ -23,12 +25,15 @@ def main(checkpoint: str, *workloads: str) -> None:
     from store_lab import stats, transfer_config
     from workloads import WORKLOADS
 
-    results = []
-    with engine(Path(checkpoint), kv_transfer_config=transfer_config(1, [0], backend="memcache")) as running:
-        for workload in workloads:
-            outcomes = running.run(WORKLOADS[workload].jobs)
-            results.append({"outcomes": [asdict(outcome) for outcome in outcomes], "stats": stats()})
-    print(f"RESULTS {json.dumps(results)}", flush=True)
+    for name, (checkpoint, shared, independent, workloads) in json.loads(plans).items():
+        transfer = transfer_config(shared, independent, backend="memcache", namespace=name)
+        results = []
+        with engine(Path(checkpoint), kv_transfer_config=transfer) as running:
+            for workload in workloads:
+                outcomes = running.run(WORKLOADS[workload].jobs)
+                results.append({"outcomes": [asdict(outcome) for outcome in outcomes], "stats": stats()})
+            line = {"name": name, "num_blocks": running.num_blocks, "results": results}
+        print(f"RESULTS {json.dumps(line)}", flush=True)
 
 
 if __name__ == "__main__":

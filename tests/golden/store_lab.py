@@ -11,6 +11,9 @@ from engine import EngineUnderTest, worst_difference
 from lab import TINY, Lab
 from workloads import WORKLOADS
 
+DEEP = f"{TINY}+FFSSFSS"
+"""With layers enough for four buffers to be shared."""
+
 
 def transfer_config(shared: int | None, independent: Any = None, **options: Any) -> dict[str, Any]:
     """A `--kv-transfer-config` of AscendStoreConnector with the embedded store."""

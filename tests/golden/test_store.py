@@ -6,7 +6,8 @@ import time
 
 import pytest
 from engine import worst_difference
-from store_lab import store_engine, store_worker, transfer_config
+from lab import TINY
+from store_lab import DEEP, store_engine, store_worker, transfer_config
 from workloads import WORKLOADS
 
 from vllm_kvoffload.connectors.ascend_store import worker as worker_module
@@ -19,32 +20,29 @@ TOLERANCE = 1e-4
 """Where a schedule differs from that of the reference: sums are made in another order."""
 
 PLANS = {
-    "1-none": (1, []),
-    "2-first": (2, [0]),
-    "3-none": (3, []),
-    "1-last": (1, [-1]),
-    "4-first": (4, [0]),
-    "all": (2, "all"),
+    "1-none": (TINY, 1, [], 1 * 384 + 1 * 256),
+    "2-first": (TINY, 2, [0], 3 * 384 + 2 * 256),
+    "3-none": (TINY, 3, [], 3 * 384 + 2 * 256),
+    "1-last": (TINY, 1, [-1], 2 * 384 + 1 * 256),
+    "4-first": (DEEP, 4, [0], 5 * 384 + 3 * 256),
+    "all": (TINY, 2, "all", 4 * 384 + 2 * 256),
 }
-BYTES = {"1-none": 1 * 384 + 256, "2-first": 3 * 384 + 2 * 256, "3-none": 3 * 384 + 2 * 256}
-"""Of a token on the device: layers FFSS, the first two with an indexer."""
+"""Model, buffers, independent layers, and bytes of a token on the device: in TINY layers FFSS, with two
+indexers."""
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_same_results(lab, plan):
     """Chunked prefill, mixed batches and decode steps equal no offload to the bit; then prefixes."""
-    shared, independent = PLANS[plan]
+    model, shared, independent, row_bytes = PLANS[plan]
     workloads = ("mixed", "prefix") if plan != "2-first" else ("short", "long", "mixed", "prefix", "abort")
-    with store_engine(lab, transfer_config(shared, independent), workloads=workloads) as runs:
-        if plan in BYTES:
-            assert runs.engine.num_blocks == (32 << 20) // (64 * BYTES[plan])
-        else:
-            assert runs.engine.num_blocks >= (32 << 20) // (64 * 2048)
+    with store_engine(lab, transfer_config(shared, independent), model, workloads) as runs:
+        assert runs.engine.num_blocks == (32 << 20) // (64 * row_bytes)
         for workload in workloads:
             _, difference, did = runs.run(workload)
             assert difference <= (TOLERANCE if workload == "prefix" else 0.0), workload
             assert did["saved_bytes"] > 0
-            assert (did["loaded_bytes"] > 0) == (plan not in ("4-first", "all") or did["hit_tokens"] > 0)
+            assert (did["loaded_bytes"] > 0) == (plan != "all" or did["hit_tokens"] > 0)
             assert did["loaded_bytes"] == did["needed_load_bytes"]
             assert did["failed_requests"] == 0
 

@@ -2,7 +2,8 @@
 
 Options: "slow" is never ready, "dies" ends at once with status 7, "stubborn" ignores SIGTERM, "children" has
 a child in a session of its own, "leaks" maps and leaves a file in /dev/shm, "different" answers other tokens,
-"refuses" answers 503, "offload" has more KV tokens.
+"refuses" answers 503, "offload" has more KV tokens, "stores" has too, and found more in its store whenever it
+is asked.
 """
 
 from __future__ import annotations
@@ -24,15 +25,24 @@ vllm:kvoffload_misses_total{engine="0",rank="0"} 1.0
 vllm:kvoffload_device_bytes{engine="0",rank="0"} 1e+06
 vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 30.0
 """
+STORE_METRICS = """vllm:kvoffload_store_hit_tokens_total{engine="0",rank="0"} %(reads)d00.0
+vllm:kvoffload_store_loaded_bytes_total{engine="0",rank="0"} %(reads)de+06
+vllm:kvoffload_store_needed_bytes_total{engine="0",rank="0"} %(reads)de+06
+"""
 
 
 class Handler(BaseHTTPRequestHandler):
     options: frozenset[str] = frozenset()
+    reads = 0
 
     def do_GET(self) -> None:
         if self.path == "/health":
             return self._reply(503 if "slow" in self.options else 200, b"")
-        return self._reply(200, (METRICS % (4000 if "offload" in self.options else 1000)).encode())
+        text = METRICS % (1000 if self.options.isdisjoint({"offload", "stores"}) else 4000)
+        if "stores" in self.options:
+            Handler.reads += 1
+            text += STORE_METRICS % {"reads": Handler.reads}
+        return self._reply(200, text.encode())
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -55,6 +55,21 @@ def disaggregated(with_offload: RunResult) -> RunResult:
     return with_offload
 
 
+@pytest.fixture
+def joint(disaggregated: RunResult) -> RunResult:
+    disaggregated.stores = True
+    for step, hits in (("long", 0.0), ("pair", 64.0), ("again", 1064.0)):
+        metrics = {
+            "vllm:cache_config_info": [Sample({"kv_cache_size_tokens": "1500"}, 1.0)],
+            "vllm:kvoffload_store_hit_tokens_total": [Sample({}, hits)],
+            "vllm:kvoffload_store_loaded_bytes_total": [Sample({}, hits * 2048)],
+            "vllm:kvoffload_store_saved_bytes_total": [Sample({}, 2048.0)],
+            "vllm:kvoffload_store_needed_bytes_total": [Sample({}, hits * 2048)],
+        }
+        disaggregated.take_store(step, metrics)
+    return disaggregated
+
+
 def text(print_it: Callable[[Console], object]) -> str:
     console = Console(file=StringIO(), width=120)
     print_it(console)
@@ -143,9 +158,27 @@ def test_prefill_and_decode_without_a_pull_failed(without: RunResult, disaggrega
     ]
 
 
+def test_table_of_prefill_with_a_store(without: RunResult, joint: RunResult) -> None:
+    rows = {what: values for what, *values in table_rows(without, joint)}
+    assert rows["KV tokens that fit, for prefill"] == ["1,000", "1,500 (1.5x)"]
+    assert rows["again: tokens out of prefill's store"] == ["-", "1,000"], "what came before is not counted"
+    assert rows["bytes loaded for them"] == ["-", "2.0 MiB"]
+    assert rows["moved from and to it (times the least)"] == ["-", "2.1 MiB (1.00x)"]
+    assert "with a store" in text(lambda console: print_verdict(console, without, joint))
+
+
+def test_a_store_that_does_nothing_failed(without: RunResult, joint: RunResult) -> None:
+    assert failures(without, joint) == []
+    joint.store["again"] = joint.store["pair"]
+    joint.prefill_kv_tokens = 1000
+    idle, crowded = failures(without, joint)
+    assert "no store at work" in idle
+    assert "no more KV tokens where layers share buffers: 1000 vs 1000" in crowded
+
+
 def test_table_of_runs_without_numbers() -> None:
-    for disaggregated in (False, True):
-        assert table_rows(RunResult("a", 1), RunResult("b", 1, disaggregated))
+    for disaggregated, stores in ((False, False), (True, False), (True, True)):
+        assert table_rows(RunResult("a", 1), RunResult("b", 1, disaggregated, stores))
 
 
 def test_metrics_are_summed_over_workers(with_offload: RunResult) -> None:

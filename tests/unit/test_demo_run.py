@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,15 +25,20 @@ FAKE = Path(__file__).with_name("fake_server.py")
 
 def test_options() -> None:
     assert vars(run.parse_arguments([])) == {
-        "aggregated": False, "quick": False, "keep_serving": False, "port": 0, "work_dir": Path(".demo"),
+        "no_store": False, "aggregated": False, "quick": False, "keep_serving": False, "port": 0,
+        "work_dir": Path(".demo"),
     }  # fmt: skip
     given = ["--aggregated", "--quick", "--keep-serving", "--port", "8000", "--work-dir", "x"]
     assert vars(run.parse_arguments(given)) == {
-        "aggregated": True, "quick": True, "keep_serving": True, "port": 8000, "work_dir": Path("x"),
+        "no_store": False, "aggregated": True, "quick": True, "keep_serving": True, "port": 8000,
+        "work_dir": Path("x"),
     }  # fmt: skip
+    assert run.parse_arguments(["--no-store"]).no_store
 
 
-@pytest.mark.parametrize("arguments", [["--port", "99999"], ["--port", "x"], ["--fast"], ["extra"]])
+@pytest.mark.parametrize(
+    "arguments", [["--port", "99999"], ["--port", "x"], ["--fast"], ["extra"], ["--no-store", "--aggregated"]]
+)
 def test_bad_options(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         run.parse_arguments(arguments)
@@ -70,7 +76,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Options:
             kind = "alone" if options.offload is None else "with offload"
         else:
             kind = {"kv_producer": "prefill", "kv_consumer": "decode"}[options.transfer["kv_role"]]
-        return command(options.port, kind, *(["offload"] if options.offload is not None else []))
+        extra = [] if options.offload is None else ["offload"]
+        if "AscendStoreConnector" in str(options.transfer):
+            extra.append("stores")
+        return command(options.port, kind, *extra)
 
     monkeypatch.setattr(deployment, "command_line", engine)
     monkeypatch.setattr(deployment, "proxy_command", lambda port, *_: command(port, "proxy"))
@@ -95,7 +104,7 @@ def demo(folder: Path, *arguments: str) -> int:
     return run.main(["--quick", "--work-dir", str(folder), *arguments])
 
 
-@pytest.mark.parametrize("arguments", [[], ["--aggregated"]], ids=str)
+@pytest.mark.parametrize("arguments", [[], ["--no-store"], ["--aggregated"]], ids=str)
 def test_success(
     fake: Options, folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
@@ -106,7 +115,9 @@ def test_success(
     assert "OK: 6 answers" in shown
     assert "1,000" in shown
     assert "4,000 (4.0x)" in shown
-    assert ("prompt tokens pulled from prefill" in shown) == (not arguments)
+    assert ("prompt tokens pulled from prefill" in shown) == (arguments != ["--aggregated"])
+    said = "prefill loaded 100 tokens, 1.0 MiB from its store"
+    assert (said in shown) == ("KV tokens that fit, for prefill" in shown) == (not arguments)
     assert json.loads((folder / "report.json").read_text())["failures"] == []
     assert signal.getsignal(signal.SIGTERM) is handler
 
@@ -221,10 +232,15 @@ def test_the_real_demo(folder: Path) -> None:
     command = [sys.executable, "-m", "vllm_kvoffload.cli.main", "demo", "--quick", "--work-dir", str(folder)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "all equal from one server and from prefill and decode with offload" in result.stdout
+    assert "all equal from one server and from prefill with a store and decode with offload" in result.stdout
+    assert re.search(
+        r"question: done in .*; prefill loaded [\d,]+ tokens, [\d.]+ MiB from its store", result.stdout
+    )
     report = json.loads((folder / "report.json").read_text())
     assert report["comparison"]["tokens"] == 6 * QUICK.answer_tokens
     assert report["with_offload"]["offload"]["misses"] > 0
     assert report["with_offload"]["sources"]["external_kv_transfer"] > 5000
+    again = report["with_offload"]["answers"]["again"]
+    assert again["cached_tokens"] == QUICK.long_tokens // 64 * 64, "all of the long prompt's whole blocks"
     left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("kvoffload-")}
     assert not left

@@ -12,24 +12,30 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vllm_kvoffload.cli.proxy import settings_of
 from vllm_kvoffload.config import (
+    GIB,
     SECTION,
     ConfigError,
     EngineFacts,
     parse_sparse_offload,
     validate_sparse_offload,
 )
+from vllm_kvoffload.connectors.ascend_store.config import find_store_options
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import CONNECTOR, parse_remote_d2h
+from vllm_kvoffload.demo.server import free_port
+from vllm_kvoffload.layerwise.buffer_plan import BufferOptions
 from vllm_kvoffload.proxy.settings import ProxySettings
+from vllm_kvoffload.store.memcache_conf import LOCAL_FILE, LOCAL_VARIABLE, META_FILE, META_VARIABLE
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.sh"))
 RECORDER = """#!{python}
-import json, os, sys, time
+import json, os, socket, sys, time
 from pathlib import Path
 name, record = os.path.basename(sys.argv[0]), Path(os.environ["RECORD"])
 if name == "python":
@@ -37,6 +43,10 @@ if name == "python":
 line = json.dumps([name, sys.argv[1:], dict(os.environ)]) + chr(10)
 with record.open("a") as file:
     file.write(line)
+if sys.argv[1] == "conf":
+    sys.exit()
+if sys.argv[1] == "meta":
+    listening = socket.create_server(("127.0.0.1", int(os.environ["META_PORT"])))
 end = time.monotonic() + 20
 while len(record.read_text().splitlines()) < int(os.environ["EXPECTED"]) and time.monotonic() < end:
     time.sleep(0.01)
@@ -61,7 +71,7 @@ class Started:
 
 
 def run(folder: Path, script: str, expected: int, *arguments: str, **environment: str) -> list[Started]:
-    """What a script starts, by port; it ends when so many commands were started."""
+    """What a script starts, by port, commands without one first; it ends when so many were started."""
     (folder / "examples").mkdir()
     copy = folder / "examples" / script
     copy.write_text((EXAMPLES / script).read_text())
@@ -83,17 +93,32 @@ def run(folder: Path, script: str, expected: int, *arguments: str, **environment
     )
     started = [Started(*json.loads(line)) for line in record.read_text().splitlines()]
     assert len(started) == expected
-    return sorted(started, key=lambda one: int(one.option("--port")))
+    return sorted(started, key=lambda one: int(one.option("--port")) if "--port" in one.arguments else 0)
 
 
-def check_engine(started: Started, device: str, tp_size: int = 1) -> str:
+def check_store(transfer: dict[str, Any], backend: str) -> dict[str, Any]:
+    """The other part of a multi connector."""
+    extra = transfer["kv_connector_extra_config"]
+    options = find_store_options(transfer["kv_connector"], transfer["kv_role"], extra)
+    assert options is not None
+    assert options.backend == backend
+    assert options.buffers == BufferOptions(3, (0,))
+    assert backend != "local" or options.local_bytes == 2 * GIB
+    remote, _ = extra["connectors"]
+    assert isinstance(remote, dict)
+    return remote
+
+
+def check_engine(started: Started, device: str, tp_size: int = 1, store: str = "none") -> str:
     """Its role; raises what the engine would raise at its start."""
     assert started.arguments[0] == "serve"
     transfer = started.json("--kv-transfer-config")
     role = None
     if transfer is not None:
-        assert transfer["kv_connector"] == CONNECTOR
         role = str(transfer["kv_role"])
+        if store != "none":
+            transfer = check_store(transfer, store)
+        assert transfer["kv_connector"] == CONNECTOR
         extra = transfer["kv_connector_extra_config"]
         parse_remote_d2h(role, int(str(transfer["kv_port"])), extra, device)  # type: ignore[arg-type]
     additional = started.json("--additional-config")
@@ -127,6 +152,50 @@ def test_scripts_parse(script: Path) -> None:
 def test_aggregated(tmp_path: Path) -> None:
     (engine,) = run(tmp_path, "aggregated_cpu.sh", 1)
     assert check_engine(engine, "cpu") == "aggregated"
+
+
+def check_memcache(commands: list[Started], host: str, services: int) -> None:
+    """That its files are made, its service started, and that engines know of both."""
+    conf, meta, *engines = commands
+    assert [conf.arguments[0], meta.arguments[0]] == ["conf", "meta"]
+    assert (conf.option("--meta-host"), conf.option("--services-per-node")) == (host, str(services))
+    for one in (meta, *engines):
+        assert one.environment["PYTHONHASHSEED"] == "0"
+        files = [Path(one.environment[name]) for name in (META_VARIABLE, LOCAL_VARIABLE)]
+        assert [file.name for file in files] == [META_FILE, LOCAL_FILE]
+        assert str(files[0].parent).endswith(conf.option("--out"))
+        assert all(file.is_absolute() for file in files)
+
+
+@pytest.mark.parametrize("store", ["local", "memcache"])
+def test_single_box_with_a_store(tmp_path: Path, store: str) -> None:
+    more = {"STORE": store, "STORE_GB": "2", "PREFILL_TP": "2", "META_PORT": str(free_port())}
+    device = {"local": "cpu", "memcache": "npu"}[store]
+    if device == "npu":
+        more |= {"PLATFORM": "ascend", "MODEL": "/models/a"}
+    *service, prefill, decode, _ = run(tmp_path, "pd_single_box.sh", 3 + 2 * (store == "memcache"), **more)
+    assert check_engine(prefill, device, 2, store) == "kv_producer"
+    assert "--enforce-eager" in prefill.arguments
+    assert check_engine(decode, device) == "kv_consumer"
+    if store == "memcache":
+        check_memcache([*service, prefill], "127.0.0.1", 2)
+    else:
+        assert service == []
+
+
+@pytest.mark.parametrize("store", ["local", "memcache"])
+def test_two_nodes_with_a_store(tmp_path: Path, store: str) -> None:
+    more = {"STORE": store, "STORE_GB": "2", "PREFILL_TP": "4", "META_PORT": str(free_port())}
+    more |= {"PLATFORM": "ascend", "MODEL": "/models/a", "PREFILL_HOST": "127.0.0.1"}
+    expected = 2 + 2 * (store == "memcache")
+    *service, first, second = run(tmp_path, "pd_two_nodes.sh", expected, "prefill", **more)
+    for engine in (first, second):
+        assert check_engine(engine, "npu", 4, store) == "kv_producer"
+        assert "--enforce-eager" in engine.arguments
+    if store == "memcache":
+        check_memcache([*service, first, second], "127.0.0.1", 8)
+    else:
+        assert service == []
 
 
 @pytest.mark.parametrize(("platform", "device"), [("cpu", "cpu"), ("ascend", "npu")])

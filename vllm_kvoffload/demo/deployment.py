@@ -19,6 +19,7 @@ from vllm_kvoffload.demo.server import (
     free_ports,
     proxy_command,
     transfer_options,
+    with_store,
 )
 
 TAIL_LINES_OF_MANY = 12
@@ -33,13 +34,19 @@ class Deployment:
         commands: by name: the port and the command of a server. The last one takes the requests.
         measured: name of the engine whose /metrics the report shows.
         folder: for the logs, NAME.log.
+        stores: name of the engine that has a store, None without one.
     """
 
     def __init__(
-        self, title: str, commands: Mapping[str, tuple[int, list[str]]], measured: str, folder: Path
+        self,
+        title: str,
+        commands: Mapping[str, tuple[int, list[str]]],
+        measured: str,
+        folder: Path,
+        stores: str | None = None,
     ) -> None:
         self.title = title
-        self._commands, self._measured, self._folder = commands, measured, folder
+        self._commands, self._measured, self._folder, self._stores = commands, measured, folder, stores
         self._servers: dict[str, Server] = {}
 
     @property
@@ -51,6 +58,11 @@ class Deployment:
     def metrics_port(self) -> int:
         """Where the /metrics are that the report shows."""
         return self._commands[self._measured][0]
+
+    @property
+    def store_metrics_port(self) -> int | None:
+        """Where the /metrics of the engine with a store are, None without one."""
+        return None if self._stores is None else self._commands[self._stores][0]
 
     @property
     def logs(self) -> list[Path]:
@@ -119,14 +131,20 @@ def alone(name: str, title: str, options: ServerOptions, folder: Path) -> Deploy
     return Deployment(title, {name: (options.port, command_line(options))}, name, folder)
 
 
-def disaggregated(options: ServerOptions, offload: Mapping[str, Any], folder: Path) -> Deployment:
+def disaggregated(
+    options: ServerOptions, offload: Mapping[str, Any], store: Mapping[str, Any] | None, folder: Path
+) -> Deployment:
     """A prefill server, a decode server with offload, and the proxy.
 
     Args:
         options: of both servers; its `port` is the proxy's.
+        store: of prefill, as for `with_store`; None for none.
     """
     prefill_port, decode_port, kv_port = free_ports(3)
-    prefill = replace(options, port=prefill_port, transfer=transfer_options("kv_producer", kv_port))
+    transfer = transfer_options("kv_producer", kv_port)
+    if store is not None:
+        transfer = with_store(transfer, store)
+    prefill = replace(options, port=prefill_port, transfer=transfer)
     decode = replace(
         options, port=decode_port, transfer=transfer_options("kv_consumer", kv_port), offload=offload
     )
@@ -135,4 +153,11 @@ def disaggregated(options: ServerOptions, offload: Mapping[str, Any], folder: Pa
         "decode": (decode_port, command_line(decode)),
         "proxy": (options.port, proxy_command(options.port, [prefill_port], [decode_port])),
     }
-    return Deployment("prefill, decode with offload, and the proxy", commands, "decode", folder)
+    with_a_store = "" if store is None else " with a store"
+    return Deployment(
+        f"prefill{with_a_store}, decode with offload, and the proxy",
+        commands,
+        "decode",
+        folder,
+        stores=None if store is None else "prefill",
+    )

@@ -15,6 +15,7 @@ from vllm_kvoffload.demo.workload import AGAIN, LONG, PAIR
 
 NONE = "-"
 _PREFIX = "vllm:kvoffload_"
+_CONFIG = "vllm:cache_config_info"
 _SOURCES = "vllm:prompt_tokens_by_source_total"
 PULLED, CACHED = "external_kv_transfer", "local_cache_hit"
 """Keys of `RunResult.sources`."""
@@ -25,39 +26,67 @@ class RunResult:
     """One deployment's run.
 
     name: the heading of its column. device_bytes: for KV, of each server. disaggregated: prefill and decode
-    are servers of their own; all metrics are decode's then. answers: by request name. step_s: wall time by
-    step key. sources: prompt tokens by where their KV came from, in vLLM's words. offload: counters and
-    gauges by the names of `metrics.fields`, empty without offload. end: what was wrong with its end, None
+    are servers of their own; metrics are decode's then, where not said otherwise. stores: prefill has a
+    store. answers: by request name. step_s: wall time by step key. sources: prompt tokens by where their KV
+    came from, in vLLM's words. offload: counters and gauges by the names of `metrics.fields`, empty without
+    offload. store: the same of prefill, after each step by its key. end: what was wrong with its end, None
     before it.
     """
 
     name: str
     device_bytes: int
     disaggregated: bool = False
+    stores: bool = False
     start_s: float = 0.0
     kv_tokens: int = 0
+    prefill_kv_tokens: int = 0
     answers: dict[str, Answer] = field(default_factory=dict)
     step_s: dict[str, float] = field(default_factory=dict)
     sources: dict[str, int] = field(default_factory=dict)
     offload: dict[str, float] = field(default_factory=dict)
+    store: dict[str, dict[str, float]] = field(default_factory=dict)
     end: list[str] | None = None
 
     def take_metrics(self, metrics: Mapping[str, list[Sample]]) -> None:
         """Reads KV tokens and the offload's series, summed over engines and ranks."""
-        for sample in metrics.get("vllm:cache_config_info", ()):
-            self.kv_tokens = int(sample.labels["kv_cache_size_tokens"])
+        self.kv_tokens = _kv_tokens(metrics)
         for sample in metrics.get(_SOURCES, ()):
             self.sources[sample.labels["source"]] = int(sample.value)
-        for name, samples in metrics.items():
-            if name.startswith(_PREFIX):
-                key = name[len(_PREFIX) :].removesuffix("_total")
-                self.offload[key] = sum(sample.value for sample in samples)
+        self.offload |= _series(metrics)
+
+    def take_store(self, step: str, metrics: Mapping[str, list[Sample]]) -> None:
+        """Reads, after a step, KV tokens and the series of prefill with a store."""
+        self.prefill_kv_tokens = _kv_tokens(metrics)
+        self.store[step] = _series(metrics)
+
+    def from_store(self, step: str) -> tuple[int, float]:
+        """Prompt tokens of a step that prefill did not compute but found in its store; bytes loaded in it."""
+        after, steps = self.store.get(step, {}), list(self.store)
+        before = self.store[steps[steps.index(step) - 1]] if step in steps[1:] else {}
+        tokens, loaded = (
+            after.get(key, 0.0) - before.get(key, 0.0) for key in ("store_hit_tokens", "store_loaded_bytes")
+        )
+        return int(tokens), loaded
 
     @property
     def hit_ratio(self) -> float | None:
         """Of the rows chosen in decode; None when none was looked up."""
         looked_up = self.offload.get("hits", 0.0) + self.offload.get("misses", 0.0)
         return self.offload["hits"] / looked_up if looked_up else None
+
+
+def _kv_tokens(metrics: Mapping[str, list[Sample]]) -> int:
+    """That fit, 0 when it isn't said."""
+    return next((int(sample.labels["kv_cache_size_tokens"]) for sample in metrics.get(_CONFIG, ())), 0)
+
+
+def _series(metrics: Mapping[str, list[Sample]]) -> dict[str, float]:
+    """The plugin's own series, by the names of `metrics.fields`."""
+    return {
+        name[len(_PREFIX) :].removesuffix("_total"): sum(sample.value for sample in samples)
+        for name, samples in metrics.items()
+        if name.startswith(_PREFIX)
+    }
 
 
 @dataclass(frozen=True)
@@ -105,6 +134,12 @@ def failures(without: RunResult, with_offload: RunResult) -> list[str]:
         found.append("no prefill and decode at work: decode pulled no KV from prefill")
     if with_offload.kv_tokens <= without.kv_tokens:
         found.append(f"no more KV tokens with offload: {with_offload.kv_tokens} vs {without.kv_tokens}")
+    if with_offload.stores:
+        if not all(with_offload.from_store(AGAIN)):
+            found.append("no store at work: prefill loaded nothing of the long prompt when asked it again")
+        tokens = with_offload.prefill_kv_tokens
+        if tokens <= without.kv_tokens:
+            found.append(f"no more KV tokens where layers share buffers: {tokens} vs {without.kv_tokens}")
     for run in (without, with_offload):
         found += [f"{run.name}: {problem}" for problem in run.end or ()]
     return found
@@ -119,12 +154,15 @@ def table_rows(without: RunResult, with_offload: RunResult) -> list[tuple[str, s
     def only_with(what: str, text: str) -> tuple[str, str, str]:
         return what, NONE, text
 
+    def tokens_that_fit(role: str, tokens: int) -> tuple[str, str, str]:
+        factor = tokens / without.kv_tokens if without.kv_tokens else 0.0
+        return f"KV tokens that fit, for {role}", f"{without.kv_tokens:,}", f"{tokens:,} ({factor:.1f}x)"
+
     tokens, offload, hit_ratio = with_offload.kv_tokens, with_offload.offload, with_offload.hit_ratio
-    factor = tokens / without.kv_tokens if without.kv_tokens else 0.0
     needed = _mib(offload.get("device_bytes_without_offload")), _mib(offload.get("device_bytes"))
     rows = [
         both("device memory for KV, of each server", lambda run: _mib(run.device_bytes)),
-        ("KV tokens that fit, for decode", f"{without.kv_tokens:,}", f"{tokens:,} ({factor:.1f}x)"),
+        tokens_that_fit("decode", tokens),
         (f"device memory for {tokens:,} tokens", *needed),
         only_with("host memory for KV", _mib(offload.get("host_pool_bytes"))),
         both("long prompt: first token after", lambda run: f"{_long(run).first_s:.2f} s"),
@@ -142,6 +180,14 @@ def table_rows(without: RunResult, with_offload: RunResult) -> list[tuple[str, s
             only_with("bytes of that", _mib(offload.get("pulled_bytes"))),
             only_with("prompt tokens that decode had", f"{with_offload.sources.get(CACHED, 0):,}"),
         ]
+        if with_offload.stores:
+            found, loaded = with_offload.from_store(AGAIN)
+            rows += [
+                tokens_that_fit("prefill", with_offload.prefill_kv_tokens),
+                only_with("again: tokens out of prefill's store", f"{found:,}"),
+                only_with("bytes loaded for them", _mib(loaded)),
+                only_with("moved from and to it (times the least)", _moved(with_offload)),
+            ]
     else:
         rows.append(only_with("streamed from host memory in prefill", _mib(offload.get("prefill_bytes"))))
     return [*rows, both("all requests", lambda run: f"{sum(run.step_s.values()):.1f} s")]
@@ -181,6 +227,8 @@ def print_verdict(console: Console, without: RunResult, with_offload: RunResult)
 
 
 def _how(run: RunResult) -> str:
+    if run.stores:
+        return "from one server and from prefill with a store and decode with offload"
     if run.disaggregated:
         return "from one server and from prefill and decode with offload"
     return "with and without offload"
@@ -194,6 +242,20 @@ def as_json(without: RunResult, with_offload: RunResult) -> dict[str, Any]:
         "comparison": asdict(compare(without.answers, with_offload.answers)),
         "failures": failures(without, with_offload),
     }
+
+
+def from_store_text(run: RunResult, step: str) -> str:
+    """What prefill had of a step's prompts in its store, "-" for nothing."""
+    tokens, loaded = run.from_store(step)
+    return f"{tokens:,} tokens, {_mib(loaded)}" if tokens else NONE
+
+
+def _moved(run: RunResult) -> str:
+    """All bytes, and how they compare with the least."""
+    totals = list(run.store.values())[-1] if run.store else {}
+    moved = totals.get("store_loaded_bytes", 0.0) + totals.get("store_saved_bytes", 0.0)
+    needed = totals.get("store_needed_bytes", 0.0)
+    return f"{_mib(moved)} ({moved / needed:.2f}x)" if needed else NONE
 
 
 def _again(run: RunResult) -> Answer:

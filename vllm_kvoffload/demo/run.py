@@ -1,9 +1,10 @@
 """`kvoffload demo`: serves a small random GLM-DSA model twice, and compares.
 
-First by one server without offload; then by a prefill server, a decode server with offload and the proxy, or,
-with --aggregated, by one server with offload. Each server has the same device memory for KV, and the same
-requests are asked both times. Everything that is started is ended again, whatever happens, and every wait has
-a deadline.
+First by one server without offload; then by a prefill server whose layers share a few buffers in front of a
+store, a decode server with offload, and the proxy (--no-store: prefill keeps its KV on the device only;
+--aggregated: one server with offload). Each server has the same device memory for KV, and the same requests
+are asked both times. Everything that is started is ended again, whatever happens, and every wait has a
+deadline.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
 from vllm_kvoffload.demo.client import RequestError, read_metrics, send
 from vllm_kvoffload.demo.deployment import Deployment, alone, disaggregated
 from vllm_kvoffload.demo.progress import Note, Stages
-from vllm_kvoffload.demo.report import RunResult, as_json, print_table, print_verdict
+from vllm_kvoffload.demo.report import RunResult, as_json, from_store_text, print_table, print_verdict
 from vllm_kvoffload.demo.server import HOST, MODEL_NAME, ServerError, ServerOptions, free_port
 from vllm_kvoffload.demo.workload import FULL, QUICK, Step, steps
 
@@ -37,6 +38,14 @@ REQUEST_DEADLINE_S = 300.0
 METRICS_DEADLINE_S = 20.0
 STOP_GRACE_S = 30.0
 PLAIN_WIDTH = 110
+
+STORE = {
+    "backend": "local",
+    "layerwise_num_shared_buffers": 3,
+    "layerwise_independent_layers": [0],
+    "local_dram_size_GB": 0.25,
+}
+"""Of prefill: three buffers for the model's six layers but the first."""
 
 _Serving = Callable[[Deployment, RunResult], None]
 
@@ -54,10 +63,16 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="kvoffload demo",
         description="Serve a small random GLM-DSA model by one server without KV offload, then by a prefill "
-        "server, a decode server with offload and the proxy, and compare: device memory, speed, and that "
-        "every token is the same. Nothing is downloaded.",
+        "server with shared layer buffers and a store, a decode server with offload and the proxy, and "
+        "compare: device memory, speed, and that every token is the same. Nothing is downloaded.",
     )
-    parser.add_argument(
+    compared = parser.add_mutually_exclusive_group()
+    compared.add_argument(
+        "--no-store",
+        action="store_true",
+        help="prefill keeps its KV on the device only",
+    )
+    compared.add_argument(
         "--aggregated",
         action="store_true",
         help="compare with one server with offload, which does prefill and decode",
@@ -125,8 +140,12 @@ def _demo(options: argparse.Namespace, console: Console) -> int:
         without, with_offload = _deployments(options, checkpoint, folder)
         runs = [_run(stages, without, RunResult("without offload", _device_bytes(options)), asked, None)]
         keep = _keep_serving(stages, runs[0]) if options.keep_serving else None
-        name = "with offload" if options.aggregated else "prefill + decode"
-        result = RunResult(name, _device_bytes(options), disaggregated=not options.aggregated)
+        result = RunResult(
+            "with offload" if options.aggregated else "prefill + decode",
+            _device_bytes(options),
+            disaggregated=not options.aggregated,
+            stores=with_offload.store_metrics_port is not None,
+        )
         runs.append(_run(stages, with_offload, result, asked, keep))
     if not options.keep_serving:
         print_table(console, *runs)
@@ -150,7 +169,7 @@ def _deployments(
     if options.aggregated:
         server = replace(server, offload=offload)
         return without, alone("with-offload", "a server with offload", server, folder)
-    return without, disaggregated(server, offload, folder)
+    return without, disaggregated(server, offload, None if options.no_store else STORE, folder)
 
 
 def _check_environment(aggregated: bool) -> None:
@@ -233,7 +252,12 @@ def _ask(deployment: Deployment, step: Step, result: RunResult, note: Note) -> N
     result.answers |= {name: future.result() for name, future in futures.items()}
     prompt = sum(result.answers[name].prompt_tokens for name in futures)
     output = sum(len(result.answers[name].token_ids) for name in futures)
-    note(f"{prompt:,} prompt tokens, {output} output tokens")
+    said = f"{prompt:,} prompt tokens, {output} output tokens"
+    if deployment.store_metrics_port is not None:
+        result.take_store(step.key, read_metrics(deployment.store_metrics_port, METRICS_DEADLINE_S))
+        if result.from_store(step.key)[0]:
+            said += f"; prefill loaded {from_store_text(result, step.key)} from its store"
+    note(said)
 
 
 def _keep_serving(stages: Stages, without: RunResult) -> _Serving:

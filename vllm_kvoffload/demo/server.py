@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvoffload.config import SECTION
+from vllm_kvoffload.connectors.ascend_store.config import CONNECTOR as STORE_CONNECTOR
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import CONNECTOR
 from vllm_kvoffload.demo.processes import Process, mapped_segments, session_and_descendants
 
@@ -92,6 +93,24 @@ def transfer_options(role: str, kv_port: int, **extra: Any) -> dict[str, Any]:
         "kv_role": role,
         "kv_port": kv_port,
         "kv_connector_extra_config": {"transfer_backend": "nixl", **extra},
+    }
+
+
+def with_store(transfer: Mapping[str, Any], store: Mapping[str, Any]) -> dict[str, Any]:
+    """`transfer` of a prefill engine whose layers also take turns in a few buffers, in front of a store.
+
+    store: `kv_connector_extra_config` of the store's connector, without its `use_layerwise`.
+    """
+    role = transfer["kv_role"]
+    behind = {
+        "kv_connector": STORE_CONNECTOR,
+        "kv_role": role,
+        "kv_connector_extra_config": {"use_layerwise": True, **store},
+    }
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"connectors": [dict(transfer), behind]},
     }
 
 
