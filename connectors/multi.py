@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from vllm_kvoffload.connectors.ascend_store.connector import AscendStoreConnector
 from vllm_kvoffload.connectors.sfa_remote_d2h.connector import SfaRemoteD2HConnector
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class KVOffloadMultiConnector(MultiConnector):
+class KVOffloadMultiConnector(multi_connector.MultiConnector):
     """Parts that know when buffers have been read come first, whatever the order in the configuration.
 
     So a layer is published before the store can begin to load another one into its memory, and a transfer is
@@ -65,7 +65,16 @@ class KVOffloadMultiConnector(MultiConnector):
             readers.listen(worker.pipeline.gates.notify)
             logger.info("Layer buffers are used again when the store has them and decode has read them")
 
+    def on_kv_cache_written(self, layer_name: str) -> None:
+        """See `SfaRemoteD2HConnector`."""
+        for remote in self._remotes:
+            remote.on_kv_cache_written(layer_name)
+
     def wait_for_save(self) -> None:
         # The store first: it moves layers that did not run, which are published after that.
         for part in reversed(self._connectors):
             part.wait_for_save()  # type: ignore[no-untyped-call]
+
+
+MultiConnector = KVOffloadMultiConnector
+"""The name by which vLLM finds it in this module, where a configuration gives `kv_connector_module_path`."""

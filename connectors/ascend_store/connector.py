@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +23,15 @@ from vllm_kvoffload.connectors.ascend_store.planning import (
 )
 from vllm_kvoffload.connectors.ascend_store.scheduler import StoreScheduler
 from vllm_kvoffload.connectors.ascend_store.worker import StoreWorker
+from vllm_kvoffload.connectors.device import current_npu, make_runtime
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout, layer_index
 from vllm_kvoffload.layerwise.buffer_plan import BufferPlan
 from vllm_kvoffload.layerwise.pipeline import LayerMemory, LayerPipeline, Limits, Part
 from vllm_kvoffload.layerwise.slot_gate import ReadGuard
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import STORE, StatsChannel
-from vllm_kvoffload.runtime.cpu import CpuRuntime
-from vllm_kvoffload.store import Store, handshake, make_store
+from vllm_kvoffload.runtime import Runtime
+from vllm_kvoffload.store import Role, Store, handshake, make_store
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,13 +65,15 @@ def check_aliases(plan: BufferPlan, layout: Layout) -> None:
     if [layer.index for layer in plan.layers] != [layer.index for layer in layout.layers]:
         raise RuntimeError("the layers with a KV cache are not those of the buffer plan")
     for position, layer in enumerate(layout.layers):
-        for other in range(position):
-            same = layer.main[0][0] == layout.layers[other].main[0][0]
-            if same != (plan.slot_of[position] == plan.slot_of[other]):
+        for before, other in enumerate(layout.layers[:position]):
+            planned = plan.slot_of[position] == plan.slot_of[before]
+            # Of two layers' indexers one may be missing.
+            pairs = [*zip(layer.main, other.main, strict=True), *zip(layer.indexer, other.indexer)]  # noqa: B905
+            if any((mine[0] == theirs[0]) != planned for mine, theirs in pairs):
+                found = "do not share" if planned else "share"
                 raise RuntimeError(
-                    f"layers {layout.layers[other].index} and {layer.index} "
-                    f"{'share' if same else 'do not share'} memory, against the buffer plan: this platform's "
-                    "runner does not support layerwise_num_shared_buffers"
+                    f"layers {other.index} and {layer.index} {found} memory, against the buffer plan: this "
+                    "platform's runner does not support layerwise_num_shared_buffers"
                 )
 
 
@@ -94,7 +98,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: StoreScheduler | None = None
         self._worker: StoreWorker | None = None
         self._store: Store | None = None
-        self._runtime: CpuRuntime | None = None
+        self._runtime: Runtime | None = None
         self._channel: StatsChannel | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._store = self._make_store("scheduler")
@@ -107,9 +111,22 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 keeps_all=plan.has_reuse or options.save_decode_cache,
             )
 
-    def _make_store(self, role: Any) -> Store:
-        instance = str(self._kv_transfer_config.engine_id)
-        return make_store(self._options.backend, self._options.extra, role=role, instance=instance)
+    def _make_store(self, role: Role, caches: Sequence[torch.Tensor] = ()) -> Store:
+        """caches: what the client copies to and from."""
+        instance, npu = str(self._kv_transfer_config.engine_id), current_npu()
+        options = self._options
+        if npu is None or role == "scheduler":  # whose process may use no device
+            return make_store(options.backend, options.extra, role=role, instance=instance)
+        from vllm_kvoffload.platforms.ascend.staged_copies import StagedCopies
+
+        return make_store(
+            options.backend,
+            options.extra,
+            role=role,
+            instance=instance,
+            device_id=npu.current_device(),
+            devices=StagedCopies(npu, caches),
+        )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -124,16 +141,17 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         group = get_tp_group()
         owner = group.rank_in_group == 0
         keys = key_space(self._vllm_config)
+        caches = [t for cache in kv_caches.values() for t in ([cache] if torch.is_tensor(cache) else cache)]
         if owner:
-            self._store = self._make_store("owner")
+            self._store = self._make_store("owner", caches)
         if group.world_size > 1:
             torch.distributed.barrier(group.cpu_group)
         if self._store is None:
-            self._store = self._make_store("rank")
+            self._store = self._make_store("rank", caches)
         self._store.register(layout.regions)
         if owner:
             handshake(self._store, keys)
-        self._runtime = CpuRuntime()  # the store's copies block, so they are for threads on any device
+        self._runtime = make_runtime()
         options = self._options
         limits = Limits(
             prefetch_layers=options.prefetch_layers,
@@ -256,8 +274,8 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[0])
 
     @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return bool(extra_config.get("use_layerwise", False))
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:  # noqa: ARG003
+        return True  # a captured graph has no hooks: its layers would be loaded after it ran
 
 
 def _agree_over_ranks(lost: dict[str, str]) -> dict[str, str]:

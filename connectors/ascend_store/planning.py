@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+from vllm.v1.core import kv_cache_utils
 
 from vllm_kvoffload.config import ConfigError
 from vllm_kvoffload.connectors.ascend_store.config import (
@@ -19,11 +19,12 @@ from vllm_kvoffload.connectors.ascend_store.config import (
     find_store_options,
 )
 from vllm_kvoffload.layerwise.buffer_plan import BufferPlan, geometry_layers, plan_buffers
+from vllm_kvoffload.platforms.ascend.checks import ascend_geometry
 from vllm_kvoffload.platforms.engine import model_geometry
 from vllm_kvoffload.store import SHARED_BACKENDS, KeySpace, require_hash_seed
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
 OBJECT_ALIGNMENT = 4096
 """Stores give objects multiples of this many bytes."""
@@ -42,7 +43,9 @@ def buffer_plan(vllm_config: VllmConfig) -> BufferPlan | None:
     options = store_options(vllm_config)
     if options is None:
         return None
-    geometry = model_geometry(vllm_config, "cpu" if current_platform.is_cpu() else "ascend")
+    geometry = (
+        model_geometry(vllm_config, "cpu") if current_platform.is_cpu() else ascend_geometry(vllm_config)
+    )
     return plan_buffers(geometry_layers(geometry), options.buffers)
 
 
@@ -86,9 +89,6 @@ def key_space(vllm_config: VllmConfig) -> KeySpace:
     assert plan is not None
     require_hash_seed(os.environ, shared=options.backend in SHARED_BACKENDS)
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    hash_fn = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
-    private = "xxhash" in cache.prefix_caching_hash_algo and "PYTHONHASHSEED" not in os.environ
-    probe = "private" if private else bytes(hash_fn(resolve_none_hash_seed(hash_fn))).hex()[:32]
     layout = [(layer.index, str(layer.main), layer.main_bytes, layer.indexer_bytes) for layer in plan.layers]
     return KeySpace(
         model=str(model.model),
@@ -97,9 +97,19 @@ def key_space(vllm_config: VllmConfig) -> KeySpace:
         block_size=cache.block_size,
         layout_digest=hashlib.sha256(json.dumps(layout).encode()).hexdigest()[:32],
         shard="0of1",  # MLA caches are the same on every rank
-        hash_probe=probe,
+        hash_probe=_hash_probe(cache.prefix_caching_hash_algo),
         namespace=options.namespace,
     )
+
+
+def _hash_probe(algorithm: str) -> str:
+    """Equal for engines whose block hashes are, "private" where those of every process are others."""
+    hash_fn, seed = get_hash_fn_by_name(algorithm), os.environ.get("PYTHONHASHSEED")
+    # Until vLLM 0.23 hashes began at random without that variable, whatever the algorithm.
+    resolve = getattr(kv_cache_utils, "resolve_none_hash_seed", None)
+    if seed is None and (resolve is None or "xxhash" in algorithm):
+        return "private"
+    return bytes(hash_fn(resolve(hash_fn) if resolve is not None else seed)).hex()[:32]
 
 
 def refuse_unless_possible(vllm_config: VllmConfig, index_topk: int | None) -> None:
@@ -122,16 +132,17 @@ def refuse_unless_possible(vllm_config: VllmConfig, index_topk: int | None) -> N
         raise ConfigError("enforce_eager", False, rule, fix)
     transfer = vllm_config.kv_transfer_config
     if plan.has_reuse and transfer is not None and transfer.kv_connector in MULTI_CONNECTORS:
-        _check_multi(str(transfer.kv_connector))
+        _check_multi(transfer)
     key_space(vllm_config)
 
 
-def _check_multi(name: str) -> None:
+def _check_multi(transfer: KVTransferConfig) -> None:
     """vLLM's own multi connector would let the store overwrite what decode still reads."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from vllm_kvoffload.connectors.multi import KVOffloadMultiConnector
 
-    if not issubclass(KVConnectorFactory.get_connector_class_by_name(name), KVOffloadMultiConnector):
+    if not issubclass(KVConnectorFactory.get_connector_class(transfer), KVOffloadMultiConnector):
         rule = "this class does not know when a shared layer buffer may be used again"
-        raise ConfigError("kv_transfer_config.kv_connector", name, rule, "use KVOffloadMultiConnector")
+        fix = "use KVOffloadMultiConnector"
+        raise ConfigError("kv_transfer_config.kv_connector", transfer.kv_connector, rule, fix)

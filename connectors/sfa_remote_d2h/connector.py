@@ -12,9 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip
 
+from vllm_kvoffload.connectors.device import current_npu
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import RemoteD2HConfig, parse_remote_d2h
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout, layer_index
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import DecodeMetadata, PrefillMetadata
@@ -45,7 +45,7 @@ def connector_config(vllm_config: VllmConfig) -> RemoteD2HConfig:
     """This engine's options. Raises ConfigError."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    device = "cpu" if current_platform.is_cpu() else "npu"
+    device = "cpu" if current_npu() is None else "npu"
     config = parse_remote_d2h(transfer.kv_role, transfer.kv_port, transfer.kv_connector_extra_config, device)
     parallel = vllm_config.parallel_config
     if not config.producer:
@@ -102,8 +102,8 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         role = "prefill" if config.producer else "decode"
         device_id = tp_rank
-        if not current_platform.is_cpu():
-            npu: Any = torch.npu  # type: ignore[attr-defined]  # torch_npu adds it
+        npu = current_npu()
+        if npu is not None:
             device_id = npu.current_device()
             self._compute = compute_stream(npu, device_id)
         engine = make_engine(config.transfer_backend, role=role, host=get_ip(), device_id=device_id)  # type: ignore[arg-type]

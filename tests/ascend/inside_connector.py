@@ -7,20 +7,18 @@ decode pulls. The NPU and MemFabric are simulated.
 
 from __future__ import annotations
 
-import ctypes
-import socket
 import time
-import types
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import vllm_ascend.worker.worker  # noqa: F401  # the only order in which upstream's modules can be imported
-from simulated_npu import SimulatedNpu, scatter_nd_update, sparse_copy
+from runner_parts import make_runner
+from simulated_memfabric import HOST, FakeOffload, Memmove, free_port
+from simulated_npu import SimulatedNpu, scatter_nd_update
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
-from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -28,8 +26,6 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-from vllm.v1.worker.utils import AttentionGroup
-from vllm_ascend.attention.sfa_v1 import AscendSFABackend
 from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec
 
 from vllm_kvoffload.connectors.sfa_remote_d2h import connector as connector_module
@@ -43,83 +39,15 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import (
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
 from vllm_kvoffload.platforms.ascend import offload as offload_module
-from vllm_kvoffload.platforms.ascend.attention import KVOffloadSFAImpl
 from vllm_kvoffload.platforms.ascend.rows import SparseCopyRows
-from vllm_kvoffload.platforms.ascend.runner import KVOffloadNPUModelRunner
-from vllm_kvoffload.transfer import PeerHandle, ReadHandle, TransferEngine
-from vllm_kvoffload.transfer.base import prepare
-from vllm_kvoffload.transfer.spans import RegionTable
 
 TYPES = ("full", "shared", "full")
 NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(len(TYPES))]
-BLOCKS, BLOCK, HOST = 6, 128, "127.0.0.1"
+BLOCKS, BLOCK = 6, 128
 HF = SimpleNamespace(
     model_type="deepseek_v32", num_hidden_layers=3, indexer_types=list(TYPES), kv_lora_rank=512,
     qk_rope_head_dim=64, index_topk=2048, index_head_dim=128,
 )  # fmt: skip
-
-
-class Memmove(TransferEngine):
-    """Stands for MemFabric's transfer engine within one process."""
-
-    name = "memmove"
-    tables: dict[bytes, RegionTable] = {}  # noqa: RUF012
-
-    def __init__(self, **options: Any) -> None:
-        self.options = options
-
-    def register(self, regions: Any) -> None:
-        self.local = self.tables[self.local_metadata()] = RegionTable(regions)
-
-    def local_metadata(self) -> bytes:
-        return str(id(self)).encode()
-
-    def add_peer(self, metadata: bytes) -> PeerHandle:
-        return PeerHandle(metadata.decode())
-
-    def remove_peer(self, peer: PeerHandle) -> None:
-        pass
-
-    def read(self, peer: PeerHandle, spans: Any) -> ReadHandle:
-        ready = prepare(spans, self.local, self.tables[peer.name.encode()])
-        for ours, theirs, nbytes in zip(ready.local, ready.remote, ready.nbytes, strict=True):
-            ctypes.memmove(int(ours), int(theirs), int(nbytes))
-        handle = ReadHandle(spans.total_bytes)
-        handle.finish()
-        return handle
-
-    def poll(self, handle: ReadHandle) -> Any:
-        return handle.status
-
-    def cancel(self, handle: ReadHandle) -> None:
-        handle.cancelled = True
-
-    def close(self) -> None:
-        pass
-
-
-class FakeOffload(types.ModuleType):
-    """memfabric_hybrid.offload of release 1.2, as far as it is used."""
-
-    Scene = SimpleNamespace(SHARED="shared")
-    OffloadConfig = SimpleNamespace
-
-    def __init__(self) -> None:
-        super().__init__("memfabric_hybrid.offload")
-        self.config: Any = None
-        self.sparse_copy = sparse_copy
-        self.ended = False
-
-    def initialize(self, config: Any) -> int:
-        self.config = config
-        return 0
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-        assert pin_memory
-        return torch.zeros(shape, dtype=dtype)
-
-    def uninitialize(self) -> None:
-        self.ended = True
 
 
 def cache_config(quantised: bool) -> KVCacheConfig:
@@ -158,37 +86,6 @@ def engine(role: str, port: int, quantised: bool) -> Any:
     )  # fmt: skip
 
 
-def make_layer() -> MLAAttention:
-    """An attention layer without weights."""
-    layer = MLAAttention.__new__(MLAAttention)
-    torch.nn.Module.__init__(layer)
-    layer.kv_lora_rank, layer.qk_rope_head_dim = 512, 64
-    layer.impl = object.__new__(KVOffloadSFAImpl)
-    return layer
-
-
-def make_runner(config: Any, caches: KVCacheConfig) -> KVOffloadNPUModelRunner:
-    """A runner without a model: its constructor needs an NPU."""
-    runner = object.__new__(KVOffloadNPUModelRunner)
-    layers = {name: make_layer() for name in NAMES}
-    config.compilation_config = SimpleNamespace(static_forward_context=layers)
-    specs = caches.kv_cache_groups[0].kv_cache_spec.kv_cache_specs
-    groups = [AttentionGroup(AscendSFABackend, [name], specs[name], 0) for name in NAMES]
-    values = {
-        "vllm_config": config, "device": torch.device("cpu"), "use_sparse": True, "use_compress": False,
-        "use_hybrid_blocks": False, "runner_only_attn_layers": set(), "attn_groups": [groups],
-        "attn_backend": AscendSFABackend, "shared_kv_cache_layers": {}, "model_config": config.model_config,
-        "kv_caches": [], "kv_cache_config": caches, "enable_hamming_sparse": False,
-        "compilation_config": config.compilation_config,
-        "cache_config": config.cache_config, "kernel_block_sizes": [BLOCK],
-        "input_batch": SimpleNamespace(req_ids=[]),
-    }  # fmt: skip
-    values.update(c8_k_cache_dtype=torch.int8, c8_k_scale_cache_dtype=torch.float16)
-    for name, value in values.items():
-        setattr(runner, name, value)
-    return runner
-
-
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> FakeOffload:
     """One process on a simulated NPU with MemFabric."""
@@ -206,12 +103,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> FakeOffload:
     monkeypatch.setattr(connector_module, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(connector_module, "make_engine", lambda _, **options: Memmove(**options))
     return fake
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("quantised", [False, True], ids=["model's type", "quantised indexer"])

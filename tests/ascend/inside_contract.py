@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import vllm_ascend.worker.worker  # the only order in which upstream's modules can be imported
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.platforms import current_platform
 from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec
@@ -23,10 +23,24 @@ from vllm_ascend.distributed.kv_transfer import register_connector
 from vllm_ascend.platform import NPUPlatform
 
 from vllm_kvoffload import plugin
+from vllm_kvoffload.connectors.ascend_store.connector import AscendStoreConnector
+from vllm_kvoffload.connectors.multi import KVOffloadMultiConnector
 from vllm_kvoffload.geometry import KVGeometry
-from vllm_kvoffload.platforms.ascend import attention, hooks, runner, symbols, worker
+from vllm_kvoffload.platforms.ascend import (
+    attention,
+    hooks,
+    prefill_attention,
+    runner,
+    symbols,
+    worker,
+)
 from vllm_kvoffload.platforms.ascend.connectors import name_modules
-from vllm_kvoffload.platforms.ascend.platform import SPARSE_BACKEND, WORKER, KVOffloadNPUPlatform
+from vllm_kvoffload.platforms.ascend.platform import (
+    PREFILL_BACKEND,
+    SPARSE_BACKEND,
+    WORKER,
+    KVOffloadNPUPlatform,
+)
 from vllm_kvoffload.platforms.refusal import StartupRefusedError
 
 SFA_SYMBOLS = [s for s in symbols.SYMBOLS if s.module == symbols._SFA and s.parameters is not None]
@@ -85,6 +99,7 @@ def test_the_installed_release_is_the_supported_one() -> None:
 @pytest.mark.parametrize(
     "kind",
     [attention.KVOffloadSFAImpl, attention.KVOffloadSFAMetadataBuilder, attention.KVOffloadSFABackend,
+     prefill_attention.SharedBufferSFAImpl, prefill_attention.SharedBufferSFABackend,
      runner.KVOffloadNPUModelRunner, worker.KVOffloadNPUWorker, KVOffloadNPUPlatform],
 )  # fmt: skip
 def test_overrides_can_be_called_as_what_they_override(kind: type) -> None:
@@ -100,7 +115,13 @@ def test_overrides_can_be_called_as_what_they_override(kind: type) -> None:
 
 def test_every_override_of_a_private_name_stands_in_the_table() -> None:
     listed = {s.name for s in symbols.SYMBOLS}
-    for kind in (attention.KVOffloadSFAImpl, runner.KVOffloadNPUModelRunner, worker.KVOffloadNPUWorker):
+    kinds = (
+        attention.KVOffloadSFAImpl,
+        prefill_attention.SharedBufferSFAImpl,
+        runner.KVOffloadNPUModelRunner,
+        worker.KVOffloadNPUWorker,
+    )
+    for kind in kinds:
         base = kind.__mro__[1]
         for name in vars(kind):
             if inspect.isfunction(getattr(kind, name)) and hasattr(base, name) and name != "shutdown":
@@ -108,6 +129,25 @@ def test_every_override_of_a_private_name_stands_in_the_table() -> None:
 
 
 # ------------------------------------------------------------------------------------------- registration
+
+
+STORE: dict[str, Any] = {
+    "kv_connector": "AscendStoreConnector",
+    "kv_connector_extra_config": {
+        "backend": "local",
+        "use_layerwise": True,
+        "layerwise_num_shared_buffers": 3,
+    },
+}
+REMOTE = {
+    "kv_connector": "SfaRemoteD2HConnector", "kv_role": "kv_producer",
+    "kv_connector_extra_config": {"transfer_backend": "memfabric"},
+}  # fmt: skip
+
+
+def register_connector_once() -> None:
+    if "MooncakeConnectorV1" not in KVConnectorFactory._registry:
+        register_connector()
 
 
 def connector_class(**options: Any) -> type:
@@ -132,6 +172,28 @@ def test_names_are_ours_in_any_order_of_plugins(
     assert "AscendStoreConnector" in KVConnectorFactory._registry  # upstream's own went through
     found = connector_class(kv_connector="SfaRemoteD2HConnector")
     assert found.__module__ == "vllm_kvoffload.connectors.sfa_remote_d2h.connector"
+    assert connector_class(**STORE) is AscendStoreConnector
+    joint = {"connectors": [{**STORE, "kv_role": "kv_producer"}, REMOTE]}
+    for name in ("MultiConnector", "KVOffloadMultiConnector"):
+        assert connector_class(kv_connector=name, kv_connector_extra_config=joint) is KVOffloadMultiConnector
+
+
+def test_upstream_keeps_its_store_where_nothing_of_ours_is_asked_for() -> None:
+    register_connector_once()
+    options = {"backend": "memcache", "use_layerwise": True}
+    found = connector_class(kv_connector="AscendStoreConnector", kv_connector_extra_config=options)
+    assert found.__module__.startswith("vllm_ascend.")
+
+
+def test_names_are_there_before_vllm_looks_for_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does early in engines with graphs, at which ours are not registered."""
+    monkeypatch.setattr(NPUPlatform, "apply_config_platform_defaults", lambda _: None)
+    config = KVTransferConfig(kv_role="kv_producer", **STORE)
+    KVOffloadNPUPlatform.apply_config_platform_defaults(SimpleNamespace(kv_transfer_config=config))
+    assert KVConnectorFactory.get_connector_class(config) is AscendStoreConnector
+    source = inspect.getsource(VllmConfig.__post_init__)
+    first = source.index("apply_config_platform_defaults")
+    assert first < source.index("get_connector_class") < source.index("check_and_update_config")
 
 
 def test_a_module_path_of_the_user_stays_and_parts_of_a_multi_connector_get_theirs() -> None:
@@ -159,14 +221,20 @@ def test_the_platform_is_adopted_once_for_all_who_hold_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("enabled", "expected"),
-    [(True, SPARSE_BACKEND), (False, "vllm_ascend.attention.sfa_v1.AscendSFABackend")],
+    ("enabled", "transfer", "expected"),
+    [
+        (True, None, SPARSE_BACKEND),
+        (False, STORE, PREFILL_BACKEND),
+        (False, None, "vllm_ascend.attention.sfa_v1.AscendSFABackend"),
+    ],
 )
-def test_the_backend_is_ours_with_the_offload_only(
-    enabled: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+def test_the_backend_is_ours_where_it_has_to_be(
+    enabled: bool, transfer: Any, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"sparse_kv_offload_config": {"enabled": enabled}}
-    config = SimpleNamespace(additional_config=options)
+    given = KVTransferConfig(kv_role="kv_producer", **transfer) if transfer else None
+    name_modules(given)
+    config = SimpleNamespace(additional_config=options, kv_transfer_config=given)
     module = "vllm_kvoffload.platforms.ascend.platform.get_current_vllm_config_or_none"
     monkeypatch.setattr(module, lambda: config)
     wanted = SimpleNamespace(use_mla=True, use_sparse=True, use_compress=False)
@@ -180,6 +248,8 @@ def test_paths_lead_to_our_classes() -> None:
     backend = resolve_obj_by_qualname(SPARSE_BACKEND)
     assert backend.get_impl_cls() is attention.KVOffloadSFAImpl
     assert backend.get_builder_cls() is attention.KVOffloadSFAMetadataBuilder
+    backend = resolve_obj_by_qualname(PREFILL_BACKEND)
+    assert backend.get_impl_cls() is prefill_attention.SharedBufferSFAImpl
 
 
 def test_init_device_makes_our_runner_and_the_name_is_put_back() -> None:

@@ -81,7 +81,7 @@ def configured(mode: CUDAGraphMode, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_attention_runs_outside_piecewise_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(CUDAGraphMode.PIECEWISE, monkeypatch)
     assert ATTENTION_OP in config.compilation_config.splitting_ops
-    check_graphs(config)
+    check_graphs(config, "what is tested")
     source = inspect.getsource(mla.AscendMultiHeadLatentAttention.forward)
     assert "torch.ops.vllm.mla_forward(" in source  # the one way to attention's forward
 

@@ -4,6 +4,7 @@ vllm-ascend.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from vllm_kvoffload.platforms.ascend.caches import (
     indexer_layouts,
     layer_caches,
 )
+from vllm_kvoffload.platforms.ascend.connectors import name_modules, uses
 from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV
 from vllm_kvoffload.platforms.refusal import StartupRefusedError
 
@@ -31,7 +33,18 @@ HF = {
 MEMFABRIC = {"transfer_backend": "memfabric"}
 DECODE = {"kv_connector": "SfaRemoteD2HConnector", "kv_role": "kv_consumer", "extra": MEMFABRIC}
 PREFILL = {"kv_connector": "SfaRemoteD2HConnector", "kv_role": "kv_producer", "extra": MEMFABRIC}
-STORE = {"use_layerwise": True, "layerwise_num_shared_buffers": 3}
+STORE = {"backend": "local", "use_layerwise": True, "layerwise_num_shared_buffers": 2}
+PREFILL_STORE = {"kv_connector": "AscendStoreConnector", "kv_role": "kv_producer", "extra": STORE}
+WHOLE_CACHES = {"backend": "local", "use_layerwise": True, "layerwise_independent_layers": "all"}
+JOINT = {
+    "kv_connector": "MultiConnector", "kv_role": "kv_producer",
+    "extra": {"connectors": [
+        {"kv_connector": "SfaRemoteD2HConnector", "kv_role": "kv_producer",
+         "kv_connector_extra_config": MEMFABRIC},
+        {"kv_connector": "AscendStoreConnector", "kv_role": "kv_producer",
+         "kv_connector_extra_config": STORE},
+    ]},
+}  # fmt: skip
 
 
 def engine(**changes: Any) -> Any:
@@ -46,16 +59,20 @@ def engine(**changes: Any) -> Any:
     if transfer is not None:
         transfer = SimpleNamespace(
             kv_connector=transfer["kv_connector"], kv_role=transfer["kv_role"], kv_port=20050,
-            kv_connector_extra_config=transfer["extra"],
+            kv_connector_extra_config=copy.deepcopy(transfer["extra"]), kv_connector_module_path=None,
         )  # fmt: skip
+        name_modules(transfer)
     return SimpleNamespace(
         additional_config=given["additional"],
         kv_transfer_config=transfer,
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(**given["hf"]), dtype=torch.bfloat16, enable_sleep_mode=False,
-            enforce_eager=given["eager"], is_hybrid=given["hybrid"], max_model_len=4096,
+            enforce_eager=given["eager"], is_hybrid=given["hybrid"], max_model_len=4096, model="m",
+            revision=None,
         ),
-        cache_config=SimpleNamespace(block_size=given["block_size"], cache_dtype="bfloat16"),
+        cache_config=SimpleNamespace(
+            block_size=given["block_size"], cache_dtype="bfloat16", prefix_caching_hash_algo="sha256"
+        ),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=given["pp"], prefill_context_parallel_size=given["pcp"],
@@ -79,13 +96,6 @@ def beside(**others: Any) -> dict[str, Any]:
 
 
 REFUSED = [
-    (
-        {
-            "additional": {},
-            "transfer": {"kv_connector": "AscendStoreConnector", "kv_role": "kv_producer", "extra": STORE},
-        },
-        "can't on Ascend yet",
-    ),
     ({"pcp": 2}, "prefill_context_parallel_size"),
     ({"dcp": 2}, "decode_context_parallel_size"),
     ({"pp": 2}, "pipeline_parallel_size"),
@@ -113,27 +123,38 @@ REFUSED = [
         {"speculative": SimpleNamespace(num_speculative_tokens=1, method="eagle3")},
         "speculative_config.method",
     ),
-    (
-        {
-            "additional": {}, "eager": False, "mode": "PIECEWISE",
-            "transfer": {"kv_connector": "AscendStoreConnector", "kv_role": "kv_producer", "extra": STORE},
-        },
-        "layerwise_num_shared_buffers",
+    *(
+        ({**change, "additional": change.get("additional", {}), "transfer": transfer}, named)
+        for transfer in (PREFILL_STORE, JOINT)
+        for change, named in (
+            ({"eager": False, "mode": "PIECEWISE"}, "which a compiled graph has no place for"),
+            ({"pp": 2}, "pipeline_parallel_size"),
+            ({"pcp": 2}, "prefill_context_parallel_size"),
+            ({"dcp": 2}, "decode_context_parallel_size"),
+            ({"v2": True}, "VLLM_USE_V2_MODEL_RUNNER"),
+            ({"hybrid": True}, "hybrid KV cache"),
+            ({"block_size": 64}, "block_size"),
+            ({"additional": {"enable_dsa_cp": True}}, "enable_dsa_cp"),
+            ({"additional": {"enable_sparse_sfa_c8": True}}, "enable_sparse_sfa_c8"),
+            ({"additional": with_options()}, "kv_role=kv_producer"),
+            ({"hf": {k: v for k, v in HF.items() if k != "index_topk"}}, "no sparse attention indexer"),
+        )
     ),
     (
         {
-            "additional": {}, "eager": False, "mode": "PIECEWISE",
-            "transfer": {
-                "kv_connector": "MultiConnector", "kv_role": "kv_producer",
-                "extra": {"connectors": [
-                    {"kv_connector": "SfaRemoteD2HConnector", "kv_role": "kv_producer",
-                     "kv_connector_extra_config": MEMFABRIC},
-                    {"kv_connector": "AscendStoreConnector", "kv_role": "kv_producer",
-                     "kv_connector_extra_config": STORE},
-                ]},
-            },
+            "additional": {}, "eager": False, "mode": "FULL",
+            "transfer": {**PREFILL_STORE, "extra": WHOLE_CACHES},
         },
-        "layerwise_num_shared_buffers",
+        "cudagraph_mode",
+    ),
+    (
+        {"additional": {}, "transfer": {**PREFILL_STORE, "kv_connector": "MooncakeConnectorStoreV1"}},
+        "name AscendStoreConnector",
+    ),
+    ({"additional": {}, "transfer": {**PREFILL_STORE, "kv_role": "kv_consumer"}}, "engines that prefill"),
+    (
+        {"additional": {}, "transfer": {**PREFILL_STORE, "extra": {**STORE, "backend": "memcache"}}},
+        "PYTHONHASHSEED",
     ),
 ]  # fmt: skip
 
@@ -141,7 +162,8 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("change", "named"), REFUSED, ids=[f"{n}-{named}" for n, (_, named) in enumerate(REFUSED)]
 )
-def test_refused_in_one_line(change: dict[str, Any], named: str) -> None:
+def test_refused_in_one_line(change: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     config = engine(**change)
     with pytest.raises(ConfigError) as caught:
         checks.check_ascend(config, getattr(config.model_config.hf_text_config, "index_topk", None))
@@ -159,6 +181,15 @@ def test_refused_in_one_line(change: dict[str, Any], named: str) -> None:
         {"eager": False, "mode": "PIECEWISE"},
         {"transfer": PREFILL, "additional": {}},
         {"transfer": PREFILL, "additional": {}, "eager": False, "mode": "FULL"},
+        {"transfer": PREFILL_STORE, "additional": {}},
+        {"transfer": JOINT, "additional": {}},
+        {
+            "transfer": {**PREFILL_STORE, "extra": WHOLE_CACHES},
+            "additional": {},
+            "eager": False,
+            "mode": "PIECEWISE",
+        },
+        {"transfer": {**PREFILL_STORE, "extra": {"backend": "mooncake", "any": 1}}, "additional": {}},
         {"additional": beside(enable_sparse_li_c8=True)},
         {"speculative": SimpleNamespace(num_speculative_tokens=1, method="mtp")},
     ],
@@ -214,6 +245,45 @@ def test_a_symbol_of_a_package_that_is_not_there_is_named() -> None:
 def test_every_symbol_says_why() -> None:
     assert all(symbol.reason for symbol in symbols.SYMBOLS)
     assert len({symbol.path for symbol in symbols.SYMBOLS}) == len(symbols.SYMBOLS)
+
+
+# -------------------------------------------------------------------------------------- whose connector it is
+
+OURS = "vllm_kvoffload.connectors.ascend_store.connector"
+
+
+@pytest.mark.parametrize(
+    ("extra", "ours"),
+    [
+        (STORE, True),
+        ({**STORE, "backend": "memcache"}, True),
+        (WHOLE_CACHES, True),
+        ({"backend": "Local"}, True),
+        ({"backend": "memcache", "use_layerwise": True}, False),
+        ({"backend": "mooncake"}, False),
+        ({}, False),
+    ],
+    ids=str,
+)
+def test_the_store_is_ours_where_only_ours_can_do_what_is_asked_for(
+    extra: dict[str, Any], ours: bool
+) -> None:
+    alone = engine(transfer={**PREFILL_STORE, "extra": extra}).kv_transfer_config
+    assert uses(alone, "AscendStoreConnector") == ours
+    assert alone.kv_connector_module_path == (OURS if ours else None)
+    part = {"kv_connector": "AscendStoreConnector", "kv_connector_extra_config": extra}
+    other = {"kv_connector": "MooncakeConnectorV1"}
+    multi = engine(transfer={**JOINT, "extra": {"connectors": [other, part]}}).kv_transfer_config
+    assert uses(multi, "AscendStoreConnector") == ours
+    assert multi.kv_connector_module_path == ("vllm_kvoffload.connectors.multi" if ours else None)
+
+
+def test_a_module_path_makes_the_store_ours() -> None:
+    config = engine(transfer={**PREFILL_STORE, "extra": {"backend": "memcache"}})
+    config.kv_transfer_config.kv_connector_module_path = OURS
+    assert checks.uses_our_store(config)
+    config.kv_transfer_config.kv_connector_module_path = "elsewhere"
+    assert not checks.uses_our_store(config)
 
 
 # ---------------------------------------------------------------------------------------------- cache entries

@@ -268,17 +268,21 @@ class LayerPipeline:
             for layer in self._memory:  # such as an MTP layer in a step without drafts
                 self.wait_layer(layer.index)
                 self.layer_done(layer.index)
-            saved = self._saves.record("saves of a step")
-            try:
-                saved.wait(self._limits.deadline_s)
-            except RuntimeFault as error:
-                if isinstance(error, WaitTimeoutError):
-                    self._stuck.append(saved)
-                self._saves.recover()
-                self._fail_owners(self._step.saves, f"saving: {error}", wrong=False)
+            self._end("saving", self._saves.record("saves of a step"))
+            # On a device draft passes may go on: the next step's loads must not meet them.
+            self._end("computing", self._runtime.current_stream().record("computation of a step"))
         failed = {self._step.requests[number]: why for number, why in self._state.failed.items()}
         self._step = Step()
         return failed
+
+    def _end(self, what: str, event: Event) -> None:
+        try:
+            event.wait(self._limits.deadline_s)
+        except RuntimeFault as error:
+            if isinstance(error, WaitTimeoutError):
+                self._stuck.append(event)
+            self._saves.recover()
+            self._fail_owners(self._step.saves, f"{what}: {error}", wrong=False)
 
     @property
     def quiet(self) -> bool:

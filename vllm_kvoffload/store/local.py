@@ -24,7 +24,7 @@ from vllm_kvoffload.store.opened import OpenObjects
 from vllm_kvoffload.store.quiet_log import QuietLog
 from vllm_kvoffload.store.remote import DirectIndex, IndexClient, RemoteIndex
 from vllm_kvoffload.store.service import IndexServer, IndexService
-from vllm_kvoffload.store.spans import LocalMemory, copy_checked
+from vllm_kvoffload.store.spans import DeviceCopies, LocalMemory, copy_checked
 from vllm_kvoffload.store.wire import (
     CloseRead,
     FinishWrite,
@@ -53,6 +53,7 @@ class LocalStore:
         instance: names the store on this machine; one per engine and data parallel rank.
         pool_bytes: of the pool, for the owner. maps: whether this client copies (the scheduler's doesn't).
         write_lease_s: after which an unfinished write lapses. timeout_s: of a call to another process.
+        devices: copies to and from memory of devices; None for a client that has host memory only.
 
     Raises:
         StoreError: the instance has an owner already. HostPoolMemoryError: the memory is not there.
@@ -68,6 +69,7 @@ class LocalStore:
         maps: bool = True,
         write_lease_s: float = WRITE_LEASE_S,
         timeout_s: float = CALL_S,
+        devices: DeviceCopies | None = None,
     ) -> None:
         self._instance = instance
         self._timeout_s = timeout_s
@@ -78,7 +80,7 @@ class LocalStore:
         self._copying = 0
         self._session = 0
         self._reads, self._writes = OpenObjects(), OpenObjects()
-        self._local = LocalMemory()
+        self._local = LocalMemory(devices)
         self._service: IndexService | None = None
         self._server: IndexServer | None = None
         self._index: IndexClient | None = None
@@ -166,7 +168,7 @@ class LocalStore:
             deadline = view.first_deadline(spans.object_address)
             if time.monotonic() >= deadline:
                 raise StoreError(f"{direction}: the lease of an object has ended")
-            copy_checked(spans, direction, view.table.ranges, self._local.ranges)
+            copy_checked(spans, direction, view.table, self._local)
             # The memory may have been given to another object meanwhile: what was read is not to be trusted.
             if time.monotonic() >= deadline or index.session != session:
                 raise StoreError(f"{direction}: the lease of an object ended during the copy")

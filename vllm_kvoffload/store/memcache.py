@@ -18,14 +18,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from vllm_kvoffload.config import ConfigError
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.store.base import (
     CopySpans,
     Direction,
-    Int64Array,
     ReadObject,
     StoreError,
     StoreUnavailableError,
@@ -36,6 +33,7 @@ from vllm_kvoffload.store.memcache_conf import LOCAL_VARIABLE, Endpoint, LocalCo
 from vllm_kvoffload.store.opened import OpenObjects
 from vllm_kvoffload.store.patience import PROBE_S, PatientCalls, ServiceWatch, probe
 from vllm_kvoffload.store.quiet_log import QuietLog
+from vllm_kvoffload.store.spans import by_device
 from vllm_kvoffload.transfer.base import Region
 from vllm_kvoffload.transfer.spans import RegionTable
 
@@ -269,7 +267,7 @@ class MemcacheStore:
         deadline = view.first_deadline(spans.object_address)
         if time.monotonic() >= deadline:
             raise StoreError(f"{direction}: the lease of an object has ended")
-        for device, chosen in _by_device(spans.local_address, regions):
+        for device, chosen in by_device(spans.local_address, regions):
             self._copy(spans, chosen, direction, device)
         # Evicted, or forgotten by a MetaService that started anew: what was read is not to be trusted.
         if time.monotonic() >= deadline or self._losses_now() != losses:
@@ -498,15 +496,6 @@ def _place(info: Any) -> tuple[int, int] | None:
     """(address, bytes) of a stored object, None for one that is gone."""
     nbytes, addresses = int(info.size()), list(info.gva_list())
     return (int(addresses[0]), nbytes) if nbytes > 0 and addresses and addresses[0] > 0 else None
-
-
-def _by_device(addresses: Int64Array, regions: Sequence[Region]) -> list[tuple[str, Any]]:
-    """Which spans lie in regions of which device; all addresses lie in some region."""
-    ordered = sorted(regions, key=lambda region: region.address)
-    starts = np.array([region.address for region in ordered], dtype=np.int64)
-    at = np.searchsorted(starts, addresses, side="right") - 1
-    devices = np.array([region.device for region in ordered])[at] if ordered else np.array([])
-    return [(str(device), np.flatnonzero(devices == device)) for device in np.unique(devices)]
 
 
 def _local_conf(environ: Mapping[str, str]) -> LocalConf:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from vllm_kvoffload.config import GIB, ConfigError
 from vllm_kvoffload.sparse.segment import HostPoolMemoryError
 from vllm_kvoffload.store.base import Store
+from vllm_kvoffload.store.spans import DeviceCopies
 
 BACKENDS = ("local", "memcache")
 SHARED_BACKENDS = ("memcache",)
@@ -23,7 +24,13 @@ Role = Literal["owner", "rank", "scheduler"]
 
 
 def make_store(
-    backend: str, options: Mapping[str, object], *, role: Role, instance: str, device_id: int = 0
+    backend: str,
+    options: Mapping[str, object],
+    *,
+    role: Role,
+    instance: str,
+    device_id: int = 0,
+    devices: DeviceCopies | None = None,
 ) -> Store:
     """A new client; its backend's package is imported only now.
 
@@ -33,6 +40,7 @@ def make_store(
         role: "owner" for tensor parallel rank 0 (with `local` it holds the pool and must be made before the
             others can do anything), "rank" for the other ranks, "scheduler" for a client that never copies.
         instance: one name per engine and data parallel rank. device_id: accelerator of this process.
+        devices: how `local` reaches that accelerator's memory; `memcache` does it by itself.
 
     Raises:
         ConfigError: unknown backend, an option that can't work, or no memory for the pool.
@@ -44,9 +52,9 @@ def make_store(
 
         size_gb = _local_gb(options)
         if role != "owner":
-            return LocalStore(instance, maps=role == "rank")
+            return LocalStore(instance, maps=role == "rank", devices=devices)
         try:
-            return LocalStore(instance, int(size_gb * GIB))
+            return LocalStore(instance, int(size_gb * GIB), devices=devices)
         except HostPoolMemoryError as error:
             fix = "make it smaller, or free memory"
             raise ConfigError("local_dram_size_GB", size_gb, str(error), fix) from error

@@ -1,44 +1,104 @@
-"""Local memory that copies may touch, and copies by this process's own processor."""
+"""Local memory that copies may touch, and copies between it and objects in this process's memory."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
 
 from vllm_kvoffload.store.base import CopySpans, Direction, Int64Array, StoreError
 from vllm_kvoffload.transfer.base import Region
 from vllm_kvoffload.transfer.spans import RegionTable
 
 
-class LocalMemory:
-    """Registered regions. `ranges`: int64 [R, 2], start and end of each, in order of address."""
+class DeviceCopies(Protocol):
+    """Copies between objects in host memory and memory of a device."""
 
-    def __init__(self) -> None:
+    def copy(self, spans: CopySpans, direction: Direction, object_ranges: Int64Array) -> None:
+        """Moves all bytes, of which every one may be touched, and returns when they are there.
+
+        object_ranges: int64 [R, 2], the memory that the objects are in. Raises ValueError: device memory
+        that is not known.
+        """
+
+
+class LocalMemory:
+    """Registered regions, and how those on devices are reached; None: only host memory can be registered.
+
+    `table`: their bounds. `ranges`: int64 [R, 2], the same.
+    """
+
+    def __init__(self, devices: DeviceCopies | None = None) -> None:
         self._lock = threading.Lock()
-        self._regions: list[Region] = []
-        self.ranges: Int64Array = RegionTable([]).ranges
+        self.devices = devices
+        self.regions: list[Region] = []
+        self.table = RegionTable([])
+        self.ranges: Int64Array = self.table.ranges
 
     def add(self, regions: Sequence[Region]) -> None:
-        """Raises StoreError: a region is empty or overlaps another one; nothing was added then."""
+        """Raises StoreError: a region is empty, overlaps another one, or is on a device that can't be
+        reached; nothing was added then."""
+        others = sorted({region.device for region in regions} - {"host"})
+        if others and self.devices is None:
+            raise StoreError(f"register: this client reaches host memory only, not {', '.join(others)}")
         with self._lock:
             try:
-                self.ranges = RegionTable([*self._regions, *regions]).ranges
+                table = RegionTable([*self.regions, *regions])
             except ValueError as error:
                 raise StoreError(f"register: {error}") from error
-            self._regions.extend(regions)
+            self.regions = [*self.regions, *regions]
+            self.table, self.ranges = table, table.ranges
 
 
-def copy_checked(
-    spans: CopySpans, direction: Direction, object_ranges: Int64Array, local_ranges: Int64Array
-) -> None:
+def by_device(addresses: Int64Array, regions: Sequence[Region]) -> list[tuple[str, Any]]:
+    """Which spans lie in regions of which device; all addresses lie in some region."""
+    ordered = sorted(regions, key=lambda region: region.address)
+    starts = np.array([region.address for region in ordered], dtype=np.int64)
+    at = np.searchsorted(starts, addresses, side="right") - 1
+    devices = np.array([region.device for region in ordered])[at] if ordered else np.array([])
+    return [(str(device), np.flatnonzero(devices == device)) for device in np.unique(devices)]
+
+
+def copy_checked(spans: CopySpans, direction: Direction, objects: RegionTable, local: LocalMemory) -> None:
     """Copies with the GIL released. Raises StoreError: a span is out of bounds; nothing was copied then."""
-    from vllm_kvoffload.ops import copy_spans  # brings torch, which a client that never copies can do without
-
     try:
-        if direction == "save":
-            copy_spans(spans.object_address, spans.local_address, spans.nbytes, object_ranges, local_ranges)
+        if local.devices is None:
+            copy_host(spans, direction, objects.ranges, local.ranges)
         else:
-            copy_spans(spans.local_address, spans.object_address, spans.nbytes, local_ranges, object_ranges)
+            _copy_by_device(spans, direction, objects, local, local.devices)
     except ValueError as error:
         hint = "object or local memory that is not open or registered"
         raise StoreError(f"{direction}: {error}; {hint}") from error
+
+
+def copy_host(
+    spans: CopySpans, direction: Direction, object_ranges: Int64Array, local_ranges: Int64Array
+) -> None:
+    """Copies within host memory. Raises ValueError: a span is out of the ranges, int64 [R, 2] each."""
+    from vllm_kvoffload.ops import copy_spans  # brings torch, which a client that never copies can do without
+
+    if direction == "save":
+        copy_spans(spans.object_address, spans.local_address, spans.nbytes, object_ranges, local_ranges)
+    else:
+        copy_spans(spans.local_address, spans.object_address, spans.nbytes, local_ranges, object_ranges)
+
+
+def _copy_by_device(
+    spans: CopySpans, direction: Direction, objects: RegionTable, local: LocalMemory, devices: DeviceCopies
+) -> None:
+    table, regions = local.table, local.regions
+    for what, known, addresses in (
+        ("object", objects, spans.object_address),
+        ("local", table, spans.local_address),
+    ):
+        bad = known.find_outside(addresses, spans.nbytes)
+        if bad is not None:
+            raise ValueError(f"span {bad}: {what} memory {int(addresses[bad]):#x}+{int(spans.nbytes[bad])}")
+    for device, chosen in by_device(spans.local_address, regions):
+        part = CopySpans(spans.object_address[chosen], spans.local_address[chosen], spans.nbytes[chosen])
+        if device == "host":
+            copy_host(part, direction, objects.ranges, table.ranges)
+        else:
+            devices.copy(part, direction, objects.ranges)

@@ -9,18 +9,23 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvoffload.config import SECTION, ConfigError, SparseOffloadConfig, validate_sparse_offload
+from vllm_kvoffload.connectors.ascend_store.config import CONNECTOR as STORE
 from vllm_kvoffload.connectors.ascend_store.config import nested_connectors
-from vllm_kvoffload.connectors.sfa_remote_d2h.config import CONNECTOR, EXTRA
+from vllm_kvoffload.connectors.sfa_remote_d2h.config import CONNECTOR as REMOTE
+from vllm_kvoffload.connectors.sfa_remote_d2h.config import EXTRA
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.platforms import engine
+from vllm_kvoffload.platforms.ascend.connectors import uses
 from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_kvoffload.layerwise.buffer_plan import BufferPlan
+
 BLOCK_SIZE = 128
 INDEX_TOPK = 2048
-STORE_CONNECTORS = ("AscendStoreConnector", "MooncakeConnectorStoreV1")
+LEGACY_STORE = "MooncakeConnectorStoreV1"
 ATTENTION_OP = "vllm::mla_forward"
 """The operator that holds a layer's attention, by which vllm-ascend splits piecewise graphs."""
 
@@ -49,19 +54,19 @@ def check_ascend(vllm_config: VllmConfig, index_topk: int | None) -> SparseOfflo
     )
     validate_sparse_offload(config, facts)
     engine.check_connector(vllm_config, index_topk, config, "npu")
-    check_reused_buffers(vllm_config)
+    check_store(vllm_config, index_topk)
     if config.enabled:
         engine.check_partners(vllm_config)
-        check_caches(vllm_config)
-        check_graphs(vllm_config)
+        check_caches(vllm_config, "the offload")
+        check_graphs(vllm_config, "in every layer host threads take new rows to host memory")
         check_options(vllm_config, config, index_topk)
     return config
 
 
-def check_caches(vllm_config: VllmConfig) -> None:
+def check_caches(vllm_config: VllmConfig, what: str) -> None:
     """Cache formats that have no rows of their own for each token. Raises ConfigError."""
     if additional(vllm_config).get("enable_sparse_sfa_c8"):
-        rule = "the offload moves rows of the main cache in the model's 16 bit type"
+        rule = f"{what} needs rows of the main cache in the model's 16 bit type"
         raise ConfigError(
             "additional_config.enable_sparse_sfa_c8",
             True,
@@ -69,21 +74,21 @@ def check_caches(vllm_config: VllmConfig) -> None:
             "set it to false; enable_sparse_li_c8 is fine",
         )
     if getattr(vllm_config.model_config, "is_hybrid", False):
-        rule = "a hybrid KV cache is not supported by the offload"
-        raise ConfigError(f"{SECTION}.enabled", True, rule, f"set {SECTION}.enabled to false for this model")
+        rule = f"a hybrid KV cache doesn't go with {what}"
+        raise ConfigError("KV cache", "hybrid", rule, "serve this model without it")
     if vllm_config.cache_config.block_size != BLOCK_SIZE:
         rule = f"vllm-ascend's sparse attention reads pages of {BLOCK_SIZE} tokens"
         raise ConfigError("block_size", vllm_config.cache_config.block_size, rule, "set --block-size 128")
 
 
-def check_graphs(vllm_config: VllmConfig) -> None:
-    """Graph modes that would capture the offload's work on the host. Raises ConfigError."""
+def check_graphs(vllm_config: VllmConfig, what: str) -> None:
+    """Graph modes that would capture what is done on the host. Raises ConfigError."""
     compilation = vllm_config.compilation_config
     mode = getattr(compilation.cudagraph_mode, "name", "NONE")
     if vllm_config.model_config.enforce_eager or mode == "NONE":
         return
     if mode != "PIECEWISE":
-        rule = "in every layer host threads take new rows to host memory, which a full graph can't hold"
+        rule = f"{what}, which a full graph can't hold"
         fix = 'pass --enforce-eager, or --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
         raise ConfigError("compilation_config.cudagraph_mode", mode, rule, fix)
     if ATTENTION_OP not in (compilation.splitting_ops or ()):
@@ -123,18 +128,33 @@ def check_compact(config: SparseOffloadConfig) -> None:
         raise ConfigError(key, config.delivery, rule, f'set {SECTION}.policy to "rrip", or use "in_place"')
 
 
-def check_reused_buffers(vllm_config: VllmConfig) -> None:
-    """Prefill buffers that layers share. Raises ConfigError."""
-    key = f"{EXTRA}.layerwise_num_shared_buffers"
+def check_store(vllm_config: VllmConfig, index_topk: int | None) -> None:
+    """A prefill engine with our store connector. Raises ConfigError."""
+    if not uses_our_store(vllm_config):
+        check_legacy_store(vllm_config)
+        return
+    from vllm_kvoffload.connectors.ascend_store.planning import buffer_plan, refuse_unless_possible
+
+    refuse_unless_possible(vllm_config, index_topk)
+    if getattr(vllm_config, "use_v2_model_runner", False):
+        rule = f"{STORE} lays out caches in Model Runner V1"
+        raise ConfigError("VLLM_USE_V2_MODEL_RUNNER", True, rule, "unset it")
+    if additional(vllm_config).get("enable_dsa_cp"):
+        rule = f"{STORE} does not support context parallelism"
+        raise ConfigError("additional_config.enable_dsa_cp", True, rule, "set it to false")
+    check_graphs(vllm_config, "the store's loads and saves are started between layers")
+    plan = buffer_plan(vllm_config)
+    if plan is not None and plan.has_reuse:
+        check_caches(vllm_config, "sharing of prefill buffers")
+
+
+def check_legacy_store(vllm_config: VllmConfig) -> None:
+    """A name that vllm-ascend keeps for its own store, which can't share buffers. Raises ConfigError."""
     for name, _, extra in connectors(vllm_config):
-        shared = extra.get("layerwise_num_shared_buffers") if name in STORE_CONNECTORS else None
-        if shared is None or not extra.get("use_layerwise"):
-            continue
-        if not vllm_config.model_config.enforce_eager:
-            rule = "layers that share prefill buffers can't be captured in a graph"
-            raise ConfigError(key, shared, rule, "pass --enforce-eager, or leave the key out")
-        rule = "vllm-ascend 0.23 can't let layers share prefill buffers, and this package can't on Ascend yet"
-        raise ConfigError(key, shared, rule, "leave the key out")
+        if name == LEGACY_STORE and "layerwise_num_shared_buffers" in extra:
+            key, shared = f"{EXTRA}.layerwise_num_shared_buffers", extra["layerwise_num_shared_buffers"]
+            rule = f"{LEGACY_STORE} is vllm-ascend's own, which has no shared buffers"
+            raise ConfigError(key, shared, rule, f"name {STORE}")
 
 
 def connectors(vllm_config: VllmConfig) -> list[tuple[str | None, str | None, Mapping[str, Any]]]:
@@ -150,6 +170,34 @@ def connectors(vllm_config: VllmConfig) -> list[tuple[str | None, str | None, Ma
     )
 
 
+def uses_our_store(vllm_config: VllmConfig) -> bool:
+    """Whether the engine's store connector is ours, and not vllm-ascend's."""
+    return uses(vllm_config.kv_transfer_config, STORE)
+
+
 def uses_our_connector(vllm_config: VllmConfig) -> bool:
     """Whether one of the connectors is ours."""
-    return any(name == CONNECTOR for name, _, _ in connectors(vllm_config))
+    return uses_our_store(vllm_config) or uses(vllm_config.kv_transfer_config, REMOTE)
+
+
+def may_share_buffers(vllm_config: VllmConfig) -> bool:
+    """Whether the options let layers share memory; asks no geometry, which a draft model's config lacks.
+
+    Raises ConfigError.
+    """
+    if not uses_our_store(vllm_config):
+        return False
+    from vllm_kvoffload.connectors.ascend_store.planning import store_options
+
+    options = store_options(vllm_config)
+    return options is not None and options.buffers.independent != "all"
+
+
+def shared_plan(vllm_config: VllmConfig) -> BufferPlan | None:
+    """Which layers share memory, None where none do. Raises ConfigError."""
+    if not uses_our_store(vllm_config):
+        return None
+    from vllm_kvoffload.connectors.ascend_store.planning import buffer_plan
+
+    plan = buffer_plan(vllm_config)
+    return plan if plan is not None and plan.has_reuse else None

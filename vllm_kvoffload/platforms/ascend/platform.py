@@ -10,7 +10,13 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm_ascend.platform import NPUPlatform
 
 from vllm_kvoffload.config import SECTION, ConfigError
-from vllm_kvoffload.platforms.ascend.checks import ascend_geometry, check_ascend, uses_our_connector
+from vllm_kvoffload.platforms.ascend.checks import (
+    ascend_geometry,
+    check_ascend,
+    may_share_buffers,
+    shared_plan,
+    uses_our_connector,
+)
 from vllm_kvoffload.platforms.ascend.connectors import name_modules
 from vllm_kvoffload.platforms.engine import offload_config
 from vllm_kvoffload.platforms.refusal import refuse
@@ -18,17 +24,23 @@ from vllm_kvoffload.platforms.refusal import refuse
 UPSTREAM_WORKER = "vllm_ascend.worker.worker.NPUWorker"
 WORKER = "vllm_kvoffload.platforms.ascend.worker.KVOffloadNPUWorker"
 SPARSE_BACKEND = "vllm_kvoffload.platforms.ascend.attention.KVOffloadSFABackend"
+PREFILL_BACKEND = "vllm_kvoffload.platforms.ascend.prefill_attention.SharedBufferSFABackend"
 
 
 class KVOffloadNPUPlatform(NPUPlatform):
     """Upstream's platform; engines that use nothing of ours run exactly as without this package."""
 
     @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
+        # Before vLLM asks for the connector's class, which it does early for engines with graphs.
+        name_modules(vllm_config.kv_transfer_config)
+        super().apply_config_platform_defaults(vllm_config)
+
+    @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
         if vllm_config.model_config is None:
             super().check_and_update_config(vllm_config)
             return
-        name_modules(vllm_config.kv_transfer_config)
         super().check_and_update_config(vllm_config)
         try:
             cls._check(vllm_config)
@@ -47,6 +59,9 @@ class KVOffloadNPUPlatform(NPUPlatform):
         elif parallel.worker_cls != WORKER:
             rule = f"{SECTION} and its connector need a worker of their own"
             raise ConfigError("worker_cls", parallel.worker_cls, rule, "leave --worker-cls out")
+        if shared_plan(vllm_config) is not None:
+            # A block's KV outlives its step in the store only, where prefixes are found.
+            vllm_config.cache_config.enable_prefix_caching = False
         if index_topk is not None:
             # In the one spelling that vLLM's model code reads.
             pattern = ascend_geometry(vllm_config).index_topk_pattern
@@ -59,6 +74,8 @@ class KVOffloadNPUPlatform(NPUPlatform):
         path: str = super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
         vllm_config = get_current_vllm_config_or_none()
         sparse = attn_selector_config.use_mla and attn_selector_config.use_sparse
-        if sparse and vllm_config is not None and offload_config(vllm_config) is not None:
+        if not sparse or vllm_config is None:
+            return path
+        if offload_config(vllm_config) is not None:
             return SPARSE_BACKEND
-        return path
+        return PREFILL_BACKEND if may_share_buffers(vllm_config) else path

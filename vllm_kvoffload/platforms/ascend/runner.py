@@ -11,6 +11,8 @@ from vllm.v1.worker.utils import bind_kv_cache
 from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
 from vllm_kvoffload.config import ConfigError, SparseOffloadConfig
+from vllm_kvoffload.layerwise.buffer_plan import BufferPlan
+from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.platforms.ascend.attention import KVOffloadSFAImpl
 from vllm_kvoffload.platforms.ascend.caches import (
     IndexerLayout,
@@ -20,10 +22,13 @@ from vllm_kvoffload.platforms.ascend.caches import (
     indexer_layouts,
     layer_caches,
 )
-from vllm_kvoffload.platforms.ascend.checks import uses_our_connector
+from vllm_kvoffload.platforms.ascend.checks import ascend_geometry, shared_plan, uses_our_connector
 from vllm_kvoffload.platforms.ascend.offload import AscendOffload
+from vllm_kvoffload.platforms.ascend.shared_caches import shared_caches
 from vllm_kvoffload.platforms.engine import offload_config
 from vllm_kvoffload.platforms.refusal import refuse
+
+logger = get_logger(__name__)
 
 ALIGNMENT = 2 << 20
 
@@ -38,10 +43,41 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
         config = offload_config(self.vllm_config)
         if config is not None:
             return connector_entries(self._initialize_offload(config, kv_cache_config))
+        plan = shared_plan(self.vllm_config)
+        if plan is not None:
+            return connector_entries(self._initialize_shared(plan, kv_cache_config))
         caches: dict[str, Any] = super().initialize_kv_cache_tensors(kv_cache_config)
         if uses_our_connector(self.vllm_config):
             return dict(connector_entries(layer_caches(caches)))
         return caches
+
+    def _initialize_shared(self, plan: BufferPlan, kv_cache_config: Any) -> dict[str, LayerCache]:
+        """Caches of a prefill engine whose layers share memory."""
+        num_blocks = kv_cache_config.num_blocks
+        specs = self._get_layer_kv_cache_specs(kv_cache_config)
+        caches = shared_caches(
+            plan,
+            indexer_layouts(specs),
+            lambda: self._main_cache(num_blocks),
+            lambda layout: self._indexer_cache(layout, num_blocks),
+        )
+        context = self.compilation_config.static_forward_context
+        for name in caches:
+            if context[name].impl.enable_mlapo:
+                raise RuntimeError(f"{name}: MLAPO writes a layer's rows before it waits for its memory")
+        bound: dict[str, Any] = dict(bound_entries(caches, specs))
+        bind_kv_cache(bound, context, self.kv_caches)
+        logger.info("%s", plan.describe())
+        return caches
+
+    def _main_cache(self, num_blocks: int) -> tuple[torch.Tensor, ...]:
+        """Latent and rope cache, [num_blocks, block_size, 1, D] each."""
+        dtype, block_size = self.model_config.dtype, self.cache_config.block_size
+        parts = []
+        for component in ascend_geometry(self.vllm_config).main_components:
+            raw = self._allocate_int8_cache_tensor(num_blocks * block_size * component.row_bytes, ALIGNMENT)
+            parts.append(raw.view(dtype).view(num_blocks, block_size, 1, -1))
+        return tuple(parts)
 
     def _initialize_offload(self, config: SparseOffloadConfig, kv_cache_config: Any) -> dict[str, LayerCache]:
         if len(kv_cache_config.kv_cache_groups) != 1:
