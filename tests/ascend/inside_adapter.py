@@ -7,11 +7,13 @@ platform.
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,9 +34,18 @@ from adapter_model import (
 from kernel_stand_ins import CoreKernels, TwinKernels
 from simulated_device import NPU, plain, syncs, watched
 from simulated_npu import install
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.utils import AttentionGroup
+from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec
 
 from vllm_kvoffload.config import ConfigError
-from vllm_kvoffload.platforms.ascend.attention import step_batch
+from vllm_kvoffload.platforms.ascend.attention import (
+    KVOffloadSFABackend,
+    KVOffloadSFAMetadataBuilder,
+    step_batch,
+)
+from vllm_kvoffload.platforms.ascend.rows import PortableRows
+from vllm_kvoffload.platforms.ascend.runner import KVOffloadNPUModelRunner
 from vllm_kvoffload.runtime.npu import DeviceLane
 
 TWIN = os.environ.get("KVOFFLOAD_KERNELS_TWIN", "")
@@ -179,8 +190,12 @@ def test_sizes_that_the_kernels_can_not_do_are_refused_at_start() -> None:
 # ---------------------------------------------------------------------------------------------- TP ranks
 
 
-def run_ranks(setup: Setup, size: int) -> list[Outputs]:
-    """All ranks of a model, each in a thread. With the offload they share rank 0's host pool."""
+def run_ranks(
+    setup: Setup, size: int, steps: int | None = None, ended: Callable[[], object] = lambda: None
+) -> list[Outputs]:
+    """All ranks of a model, each in a thread. With the offload they share rank 0's host pool. ended: called
+    when they have run, before they are closed.
+    """
     ranks = Ranks(size)
     first = Adapter(setup, 0, ranks)
     host = first.host if setup.movement else None
@@ -190,7 +205,7 @@ def run_ranks(setup: Setup, size: int) -> list[Outputs]:
     def work(rank: int) -> None:
         adapter = adapters[rank]
         try:
-            results[rank] = list(adapter.run_drafting() if setup.drafts else adapter.run_all())
+            results[rank] = list(adapter.run_drafting() if setup.drafts else adapter.run_all(steps))
         except BaseException as error:
             results[rank] = error
             ranks._barrier.abort()
@@ -200,6 +215,7 @@ def run_ranks(setup: Setup, size: int) -> list[Outputs]:
         thread.start()
     for thread in threads:
         thread.join(120)
+    ended()
     for adapter in adapters:
         adapter.close()
     errors = [result for result in results if isinstance(result, BaseException)]
@@ -219,13 +235,25 @@ def test_two_ranks_give_what_two_ranks_give_upstream(name: str) -> None:
     assert differences(found[0], found[1]) == []
 
 
+def hold_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No step waits for host writes, which come when the event is set."""
+    written, write = threading.Event(), PortableRows.host_write
+
+    def late(*args: Any) -> None:
+        assert written.wait(120)
+        write(*args)
+
+    monkeypatch.setattr(PortableRows, "host_write", late)
+    monkeypatch.setattr("vllm_kvoffload.sparse.host_store.HostStore.join", lambda _: None)
+    return written
+
+
 def test_control_a_rank_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the wait for rank 0's writes another rank reads rows that aren't there yet."""
-    monkeypatch.setattr("vllm_kvoffload.sparse.host_store.HostStore.join", lambda _: None)
+    written = hold_writes(monkeypatch)
     monkeypatch.setattr("vllm_kvoffload.sparse.host_store.HostStore.await_own_writes", lambda *_: None)
-    monkeypatch.setattr("vllm_kvoffload.runtime.delay.DelayPlan.delay_s", lambda *_: 0.05)
-    found = run_ranks(changed(PORTABLE, seed=3), 2)
-    assert differences(found[1], run_ranks(Setup(), 2)[1])
+    found = run_ranks(PORTABLE, 2, 6, written.set)
+    assert differences(found[1], run_ranks(Setup(), 2, 6)[1])
 
 
 # --------------------------------------------------------------------------------- what the host waits for
@@ -332,10 +360,12 @@ def test_control_a_wrong_host_row(name: str) -> None:
 
 def test_control_a_wait_that_does_not_happen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the join of host writes a decode reads rows that aren't there yet."""
-    expected = upstream(PORTABLE)
-    monkeypatch.setattr("vllm_kvoffload.sparse.host_store.HostStore.join", lambda _: None)
-    monkeypatch.setattr("vllm_kvoffload.runtime.delay.DelayPlan.delay_s", lambda *_: 0.05)
-    assert differences(run(changed(PORTABLE, seed=3), 6)[0], expected)
+    expected, written = upstream(PORTABLE), hold_writes(monkeypatch)
+    adapter = Adapter(PORTABLE)
+    found = list(adapter.run_all(6))
+    written.set()
+    adapter.close()
+    assert differences(found, expected)
 
 
 # ---------------------------------------------------------------------------------------------- metadata
@@ -365,6 +395,81 @@ def test_builders_that_are_asked_for_one_step_have_one_batch() -> None:
     assert first.causal_ends is second.causal_ends
     again = builders[0].build(0, common_metadata(make_step(STEPS[2]), 0, Setup()))
     assert again.batch is not first.batch
+
+
+def runner_with(adapter: Adapter, common: Any, tokens: int) -> Any:
+    """Upstream's runner as far as it makes a step's metadata, for layers with an indexer and without."""
+    groups = [
+        AttentionGroup(KVOffloadSFABackend, [kind], None, 0, [builder])  # type: ignore[arg-type]
+        for kind, builder in adapter.builders.items()
+    ]
+    table = SimpleNamespace(
+        slot_mapping=SimpleNamespace(gpu=common.slot_mapping),
+        get_device_tensor=lambda: common.block_table_tensor,
+    )
+    group = SimpleNamespace(kv_cache_spec=None, layer_names=list(adapter.builders))
+    runner = object.__new__(KVOffloadNPUModelRunner)
+    runner.__dict__.update(
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[group]), attn_groups=[groups], pcp_size=1,
+        optimistic_seq_lens_cpu=common.seq_lens.clone(), dcp_size=1, use_async_spec_decode=False,
+        input_batch=SimpleNamespace(
+            block_table=[table], num_computed_tokens_cpu_tensor=torch.zeros(tokens),
+            num_prompt_tokens_cpu_tensor=torch.zeros(tokens),
+        ),
+        model_config=SimpleNamespace(enable_return_routed_experts=False, is_encoder_decoder=False),
+        query_start_loc=SimpleNamespace(gpu=common.query_start_loc, cpu=common.query_start_loc_cpu),
+        seq_lens=common.seq_lens, actual_seq_lengths_q=[], positions=common.positions, use_compress=False,
+        attn_state=common.attn_state, decode_token_per_req=1, _has_gdn=False, speculative_config=None,
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False), enable_hamming_sparse=False,
+        is_mm_prefix_lm=False, drafter=None,
+        vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE)),
+    )  # fmt: skip
+    return runner
+
+
+def test_upstreams_own_runner_makes_metadata_of_one_step() -> None:
+    """Layers that differ in their caches get metadata of their own, and no layer begins the step anew."""
+    adapter, without = Adapter(KERNELS), Adapter(Setup())
+    for step in STEPS[:8]:
+        made = make_step(step)
+        adapter.names, tokens, requests = made["names"], len(made["hidden"]), len(step)
+        common = common_metadata(made, 0, adapter.setup)
+        runner = runner_with(adapter, common, tokens)
+        metadata, _ = runner._build_attention_metadata(
+            tokens, requests, common.max_query_len, num_scheduled_tokens={}
+        )
+        assert metadata["full"] is not metadata["shared"]
+        found = adapter._forward(range(len(TYPES)), made["hidden"], metadata, tokens)
+        assert differences([found], [without.run(made)]) == []
+    assert adapter.manager.stats.decode_steps == sum(
+        any(queries == 1 for _, queries in step.values()) for step in STEPS[:8]
+    )
+    adapter.close()
+
+
+def test_control_batches_of_their_own_begin_the_step_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forgetful:
+        def __setattr__(self, name: str, value: Any) -> None:
+            pass
+
+    monkeypatch.setattr(KVOffloadSFAMetadataBuilder, "_built", Forgetful())
+    adapter = Adapter(KERNELS)
+    with pytest.raises(RuntimeError, match=r"layer 1, request 0\) out of order"):
+        adapter.run(make_step(STEPS[0]))
+    adapter.close()
+
+
+def test_layers_with_and_without_indexer_have_specs_that_differ() -> None:
+    """By which upstream sorts them into groups."""
+    specs = [
+        AscendMLAAttentionSpec(
+            block_size=128, num_kv_heads=1, head_size=sum(dims), sparse_head_dim=dims, dtype=torch.bfloat16
+        )
+        for dims in ((512, 64, 128), (512, 64, 0))
+    ]
+    assert specs[0] != specs[1]
+    source = inspect.getsource(KVOffloadNPUModelRunner.initialize_attn_backend)
+    assert "key = (full_cls_name, layer_kv_cache_spec)" in source
 
 
 def test_later_drafts_do_not_see_rejected_ones() -> None:

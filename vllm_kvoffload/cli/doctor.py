@@ -187,7 +187,7 @@ def check_kernels(machine: Machine) -> Finding:
     path = machine.variable("KVOFFLOAD_ASCEND_OPS")
     if path and (machine.root / path.lstrip("/")).is_file():
         return Finding("AscendC operators", Verdict.OK, path)
-    found = f"{path}: no such file" if path else "KVOFFLOAD_ASCEND_OPS is not set: rows move without them"
+    found = f"{path}: no such file" if path else "KVOFFLOAD_ASCEND_OPS is not set: plans are made on the host"
     fix = "build them (docs/ascend-build.md) and export KVOFFLOAD_ASCEND_OPS with the library's path"
     return Finding("AscendC operators", Verdict.FAIL if path else Verdict.WARN, found, fix)
 
