@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import vllm_ascend.worker.worker  # noqa: F401  # the only order in which upstream's modules can be imported
-from adapter_model import BLOCK, STEPS, TYPES, Adapter, Setup, make_step, patch_tables
+from adapter_model import BLOCK, STEPS, TYPES, Adapter, Setup, drafted, make_step, patch_tables
 from prefill_engine import (
     PrefillEngine,
     cache_config,
@@ -156,6 +156,31 @@ def test_same_outputs_as_upstream_with_whole_caches(
     stats = engine.worker.worker.pipeline.stats
     assert (stats.loaded_bytes > 0) == (sharing != "all independent")
     assert stats.loaded_bytes == stats.needed_load_bytes
+    engine.close()
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+@pytest.mark.parametrize("plan", [(1, []), (2, [0])], ids=str)
+def test_same_outputs_with_drafts(
+    plan: tuple[int, list[int]], drafts: int, indexed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The MTP layer shares memory with the others; a step's later draft passes run behind its save."""
+    expected = list(Adapter(Setup(drafts=drafts)).run_drafting())
+    indexed.clear()
+    monkeypatch.setenv("KVOFFLOAD_RUNTIME_DELAY", f"{drafts}:3")
+    engine = PrefillEngine(monkeypatch, store_transfer(*plan), drafts)
+    assert len({cache[0].data_ptr() for cache in engine.adapter.caches}) == sum((plan[0], len(plan[1])))
+    for name, tokens in (("a", 40), ("b", 25)):
+        engine.add(name, prompt(name)[:tokens])
+    wrong = []
+    for number, (step, rejected) in enumerate(drafted(drafts)):
+        queries = {name: count for name, (_, count) in step.items()}
+        found = engine.step(queries, number % 3, rejected)
+        pairs = zip(found, expected[number], strict=True)
+        wrong += [f"step {number}, pass {n}" for n, (f, e) in enumerate(pairs) if not torch.equal(f, e)]
+        assert engine.lost == set()
+    assert wrong == []
+    assert engine.worker.worker.pipeline.stats.loaded_bytes > 0
     engine.close()
 
 

@@ -7,6 +7,7 @@ makes them, our runner's caches, vLLM's order of the hooks, upstream's attention
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,7 @@ ROLE = "kv_producer"
 CONFIG = {
     "model_type": "glm_moe_dsa", "num_hidden_layers": len(TYPES), "indexer_types": list(TYPES),
     "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "index_topk": TOPK, "index_head_dim": INDEX_DIM,
+    "num_nextn_predict_layers": 1,
 }  # fmt: skip
 _engine_numbers = itertools.count()
 
@@ -68,9 +70,9 @@ def cache_specs(types: tuple[str, ...] = TYPES, quantised: bool = False) -> dict
     return specs
 
 
-def cache_config(quantised: bool = False) -> KVCacheConfig:
+def cache_config(types: tuple[str, ...] = TYPES, quantised: bool = False) -> KVCacheConfig:
     """Of the model's layers, as vLLM makes it of the specs."""
-    specs = cache_specs(quantised=quantised)
+    specs = cache_specs(types, quantised)
     tensors = [KVCacheTensor(size=spec.page_size_bytes * BLOCKS, shared_by=[n]) for n, spec in specs.items()]
     group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=specs))
     return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=tensors, kv_cache_groups=[group])
@@ -85,11 +87,12 @@ def store_options(shared: int | None, independent: Any) -> dict[str, Any]:
     return options if shared is None else {**options, "layerwise_num_shared_buffers": shared}
 
 
-def engine_config(transfer: KVTransferConfig) -> Any:
+def engine_config(transfer: KVTransferConfig, drafts: int = 0) -> Any:
     """As much of an engine's configuration as runner and connectors look at."""
     name_modules(transfer)
+    speculative = SimpleNamespace(method="mtp", num_speculative_tokens=drafts) if drafts else None
     return SimpleNamespace(
-        additional_config={}, kv_transfer_config=transfer, speculative_config=None, quant_config=None,
+        additional_config={}, kv_transfer_config=transfer, speculative_config=speculative, quant_config=None,
         instance_id=f"test-{next(_engine_numbers)}",
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(**CONFIG), dtype=torch.float32, max_model_len=MAX_LEN, model="m",
@@ -130,13 +133,14 @@ def joint_transfer(shared: int, independent: Any) -> KVTransferConfig:
 class PrefillEngine:
     """One rank with its scheduler. Requests "a" and "b" have blocks of their own (`make_step`)."""
 
-    def __init__(self, monkeypatch: Any, transfer: KVTransferConfig) -> None:
-        self._patch = monkeypatch
+    def __init__(self, monkeypatch: Any, transfer: KVTransferConfig, drafts: int = 0) -> None:
+        self._patch, self.drafts = monkeypatch, drafts
         group = SimpleNamespace(rank_in_group=0, world_size=1, cpu_group=None)
         monkeypatch.setattr(store_connector, "get_tp_group", lambda: group)
         monkeypatch.setattr(kv_cache_utils, "NONE_HASH", kv_cache_utils.BlockHash(b"0" * 32), raising=False)
-        self.config, caches = engine_config(transfer), cache_config()
-        self.adapter = Adapter(Setup())
+        setup = Setup(drafts=drafts)
+        self.config, caches = engine_config(transfer, drafts), cache_config(setup.types)
+        self.adapter = Adapter(setup)
         runner = make_runner(self.config, caches)
         self.layers = self.config.compilation_config.static_forward_context
         for layer, impl in zip(self.layers.values(), self.adapter.impls, strict=True):
@@ -179,9 +183,13 @@ class PrefillEngine:
     def output(self, queries: dict[str, int]) -> SchedulerOutput:
         """vLLM's, of a step that computes so many tokens of each request."""
         new, cached = [], CachedRequestData.make_empty()
+        drafted: dict[str, list[int]] = {}
         for name, count in queries.items():
             request, computed = self.requests[name], self._computed[name]
-            while request.num_tokens < computed + count:  # decoded, or drafted
+            drafts = self.drafts if computed and count == 1 + self.drafts else 0
+            if drafts:
+                drafted[request.request_id] = [0] * drafts
+            while request.num_tokens < computed + count - drafts:
                 request.append_output_token_ids(100 + request.num_tokens)
             table = make_step({name: (computed, count)})["blocks"][0].tolist()
             end = -(-(computed + count) // BLOCK)
@@ -203,13 +211,13 @@ class PrefillEngine:
         scheduled = {self.requests[name].request_id: count for name, count in queries.items()}
         return SchedulerOutput(
             scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens=scheduled,
-            total_num_scheduled_tokens=sum(queries.values()), scheduled_spec_decode_tokens={},
+            total_num_scheduled_tokens=sum(queries.values()), scheduled_spec_decode_tokens=drafted,
             scheduled_encoder_inputs={}, num_common_prefix_blocks=[0], finished_req_ids=finished,
             free_encoder_mm_hashes=[],
         )  # fmt: skip
 
-    def step(self, queries: dict[str, int], pad: int = 0) -> list[torch.Tensor]:
-        """Outputs of all layers; what the step lost is in `lost`."""
+    def step(self, queries: dict[str, int], pad: int = 0, rejected: Sequence[int] = ()) -> list[torch.Tensor]:
+        """Outputs of all layers; what the step lost is in `lost`. rejected: drafts, of each request."""
         output = self.output(queries)
         output.kv_connector_metadata = self.scheduler.build_connector_meta(output)
         made = make_step({name: (self._computed[name], count) for name, count in queries.items()})
@@ -217,12 +225,15 @@ class PrefillEngine:
         context = SimpleNamespace(attn_metadata={"layers": object()})
         self._patch.setattr(forward_context, "_forward_context", context)
         self.worker.handle_preemptions(output.kv_connector_metadata)
-        with KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as result:
+        drafting = bool(self.drafts)
+        with KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output, drafting) as result:
             outputs = self.adapter.run(made, pad)
+        if drafting:
+            outputs += self.adapter.draft(made, rejected, pad)
+            KVConnectorModelRunnerMixin.finalize_kv_connector()
         self.lost = result.invalid_block_ids
-        self.sent = result.finished_sending
-        for name, count in queries.items():
-            self._computed[name] += count
+        for name, count, gone in zip(queries, queries.values(), rejected or [0] * len(queries), strict=True):
+            self._computed[name] += count - gone
         return outputs
 
     def close(self) -> None:
