@@ -15,6 +15,8 @@ from simulated_npu import SimulatedNpu, scatter_nd_update, sparse_copy
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.config import ConfigError, SparseOffloadConfig
+from vllm_kvoffload.layerwise.buffer_plan import BufferOptions, CacheLayer, plan_buffers
+from vllm_kvoffload.layerwise.pipeline import LayerMemory, LayerPipeline, Limits, Part, Rows, Step
 from vllm_kvoffload.platforms.ascend import offload as offload_module
 from vllm_kvoffload.platforms.ascend.host_memory import MemfabricMemory, SegmentMemory
 from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, load_kernels, upload
@@ -74,6 +76,36 @@ def test_a_device_that_never_gets_there_ends_a_wait(npu: SimulatedNpu, runtime: 
     stream.recover()
     npu.busy = False
     stream.synchronize()
+
+
+def test_a_rank_that_saves_nothing_waits_for_the_device_all_the_same(
+    npu: SimulatedNpu, runtime: NpuRuntime
+) -> None:
+    """Only rank 0 saves. On the others, too, a buffer is loaded anew only when its layer is computed."""
+    moved: list[str] = []
+    first = threading.Event()
+
+    class Recorder:
+        def copy(self, _spans: Any, direction: str) -> None:
+            moved.append(direction)
+            first.set()
+
+    layers = [CacheLayer(number, "main", 8) for number in range(2)]
+    plan = plan_buffers(layers, BufferOptions(1, ()))
+    memory = [LayerMemory(number, (Part(4096, 32, 8, 32 * number),)) for number in range(2)]
+    pipeline = LayerPipeline(plan, memory, 4, Recorder(), runtime, Limits(deadline_s=20.0))  # type: ignore[arg-type]
+    pipeline.begin(Step(("r",), shared_loads=Rows.of([(1 << 20, 1, 0, 4, 0)])))
+    pipeline.wait_layer(0)
+    assert first.wait(20)
+    npu.busy = True
+    pipeline.layer_done(0)
+    time.sleep(0.2)
+    assert moved == ["load"]
+    npu.busy = False
+    pipeline.wait_layer(1)
+    assert moved == ["load", "load"]
+    pipeline.layer_done(1)
+    assert pipeline.finish() == {}
 
 
 def test_tasks_run_with_their_stream_current(npu: SimulatedNpu, runtime: NpuRuntime) -> None:
