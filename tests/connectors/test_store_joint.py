@@ -136,7 +136,7 @@ def test_layers_share_memory(servers, kind):
     assert "used again when the store has them and decode has read them" in log
 
 
-@pytest.mark.parametrize("length", [10, 64, 65, 256, 700, 1500])
+@pytest.mark.parametrize("length", [10, 65, 256, 1500])
 def test_same_answers_cold_and_warm(servers, kind, length):
     """Below and above top-k, one chunk and several (of 256); then again, with a prefix out of the store."""
     prefill, decode = prefill_of(servers, kind), servers.decode[0]

@@ -21,7 +21,7 @@ from hostsim.cluster import MetaCluster
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(hostsim.missing()), reason=hostsim.missing())]
 
 PLANS = {
-    "1-first": (TINY, 1, [0], 2 * 384 + 2 * 256, ("long", "prefix", "prefix")),
+    "1-first": (TINY, 1, [0], 2 * 384 + 2 * 256, ("prefix", "prefix")),
     "2-none": (DEEP, 2, [], 2 * 384 + 2 * 256, ("prefix", "prefix")),
     "3-first": (DEEP, 3, [0], 4 * 384 + 2 * 256, ("mixed", "prefix", "prefix")),
     "4-last": (DEEP, 4, [-1], 5 * 384 + 2 * 256, ("prefix", "prefix")),
