@@ -49,7 +49,7 @@ class Setup:
 
     movement: how rows move with the offload: "portable", "sparse_copy", or the kernels' stand-in; None is
     upstream without it. seed: of the delays of side streams. drafts: draft tokens, with an MTP layer behind
-    the others. slots: of a hot row.
+    the others. slots: of a hot row. kinds: which layers choose for themselves.
     """
 
     movement: str | None = None
@@ -60,15 +60,16 @@ class Setup:
     drafts: int = 0
     slots: int = SLOTS
     kernels: Callable[[SimulatedNpu], Any] | None = None
+    kinds: tuple[str, ...] = TYPES
 
     @property
     def types(self) -> tuple[str, ...]:
-        return (*TYPES, "full") if self.drafts else TYPES
+        return (*self.kinds, "full") if self.drafts else self.kinds
 
     @property
     def geometry(self) -> KVGeometry:
         config = {
-            "model_type": "glm_moe_dsa", "num_hidden_layers": len(TYPES), "indexer_types": list(TYPES),
+            "model_type": "glm_moe_dsa", "num_hidden_layers": len(TYPES), "indexer_types": list(self.kinds),
             "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "index_topk": TOPK, "index_head_dim": INDEX_DIM,
             "dtype": str(self.dtype).split(".")[1], "num_nextn_predict_layers": 1,
         }  # fmt: skip

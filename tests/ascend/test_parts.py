@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_stand_ins import CoreKernels
-from simulated_npu import SimulatedNpu, scatter_nd_update, sparse_copy
+from simulated_npu import SimulatedNpu, SimulatedStream, scatter_nd_update, sparse_copy
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.config import ConfigError, SparseOffloadConfig
@@ -131,6 +131,22 @@ def test_a_lane_runs_behind_the_compute_stream_and_before_who_joins_it(
     assert ran == [1]
     runtime.synchronize()
     assert ran == [1, 2]
+
+
+def test_a_lane_and_the_compute_stream_wait_for_each_other_on_the_device(
+    npu: SimulatedNpu, runtime: NpuRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[Any] = []
+
+    def wait_event(stream: SimulatedStream, event: Any) -> None:
+        names = ["compute" if s is npu.main else "lane" for s in (stream, event.stream)]
+        order.append(" waits for ".join(names))
+
+    monkeypatch.setattr(SimulatedStream, "wait_event", wait_event)
+    lane = runtime.lane()
+    event = lane.submit(order.append, "launched")
+    lane.join(event)
+    assert order == ["lane waits for compute", "launched", "compute waits for lane"]
 
 
 def test_a_shutdown_lets_lanes_finish_or_says_that_they_are_stuck(npu: SimulatedNpu) -> None:

@@ -171,7 +171,7 @@ class KernelCompactDelivery(_KernelPlanning):
     """Compact :class:`Delivery` (see `vllm_kvoffload.sparse.compact`) with our own plan.
 
     Attention reads a layer's chosen rows in a selection; on a stream of its own they are installed in the
-    pool meanwhile. Arguments and errors are those of :class:`KernelDelivery`.
+    pool meanwhile, and are there when the next step joins. Arguments and errors: see :class:`KernelDelivery`.
     """
 
     def __init__(
@@ -223,7 +223,6 @@ class KernelCompactDelivery(_KernelPlanning):
         plan = self._plans[self._plan_number]
         if step.decode_late:
             store.await_layer(layer)
-        self._await(layer)
         selection, fresh = self._take_selection(layer), self._taken(new_rows, on)
         host = store.layers[layer]
         self._counters.count_fetch(self._moves.gather(host, hot, on, plan, fresh, selection))
