@@ -223,13 +223,17 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         if self._worker is not None:
             self._worker.end_step()
-            assert self._channel is not None
-            self._channel.publish(self._worker.metrics())
+            self._publish(self._worker)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is not None:
             self._worker.release(finished_req_ids)
+            self._publish(self._worker)  # the last request's end may be the last step for long
         return None, None
+
+    def _publish(self, worker: StoreWorker) -> None:
+        assert self._channel is not None
+        self._channel.publish(worker.metrics())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_invalid() if self._worker is not None else set()

@@ -58,7 +58,7 @@ def num_blocks(vllm_config: VllmConfig, plan: BufferPlan, device_bytes: int) -> 
     """Blocks for a device budget. With shared buffers a request's KV is in the store only, so a store of the
     engine's own limits them, too: what runs always finds room there.
 
-    Raises ConfigError: not one longest request fits.
+    Raises ConfigError: not one longest request fits, or more blocks are asked for than find room.
     """
     block_size = vllm_config.cache_config.block_size
     blocks = device_bytes // (plan.physical_bytes * block_size)
@@ -79,6 +79,11 @@ def num_blocks(vllm_config: VllmConfig, plan: BufferPlan, device_bytes: int) -> 
             rule,
             f"set it to {needed:.2f} or more, or lower --max-model-len or --max-num-seqs",
         )
+    override = vllm_config.cache_config.num_gpu_blocks_override
+    if override is not None and override > room:
+        rule = f"{options.local_bytes / 2**30:g} GiB of store hold {room} blocks of running requests"
+        fix = f"set it to at most {room}, or make local_dram_size_GB larger"
+        raise ConfigError("num_gpu_blocks_override", override, rule, fix)
     return min(blocks, room)
 
 

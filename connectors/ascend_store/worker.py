@@ -82,7 +82,8 @@ class StoreWorker:
         self._requests: dict[str, Held] = {}
         self._step: list[Current] = []
         self._invalid: set[int] = set()
-        self._unquiet: list[WriteObject] = []
+        self._unquiet_writes: list[WriteObject] = []
+        self._unquiet_reads: list[ReadObject] = []
 
     # --------------------------------------------------------------------------------------- a step's begin
 
@@ -151,8 +152,7 @@ class StoreWorker:
                         wanted.append((current.held, number, names[attempt]))
             if wanted:
                 self._open(wanted, now)
-        if expiring and self.pipeline.quiet:  # only now: meanwhile they could not be evicted
-            self._store.close_read(expiring)
+        self._close(expiring)  # only now: meanwhile they could not be evicted
 
     def _open(self, wanted: Sequence[tuple[Held, int, str]], now: float) -> None:
         try:
@@ -252,7 +252,7 @@ class StoreWorker:
         if self.pipeline.quiet:
             self._finish([w for _, _, w in writes], [c.step.req_id not in lost for c, _, _ in writes])
         else:
-            self._unquiet += [w for _, _, w in writes]
+            self._unquiet_writes += [w for _, _, w in writes]
         for current in self._step:
             reason = lost.get(current.step.req_id)
             if reason is None:
@@ -275,9 +275,12 @@ class StoreWorker:
             logger.warning("%d blocks were not stored: they took too long, or the store forgot them", failed)
 
     def _end_unquiet(self) -> None:
-        if self._unquiet and self.pipeline.quiet:
-            writes, self._unquiet = self._unquiet, []
+        """Lets go of what a copy that was given up may still have been using."""
+        if self.pipeline.quiet:
+            writes, self._unquiet_writes = self._unquiet_writes, []
+            reads, self._unquiet_reads = self._unquiet_reads, []
             self._finish(writes, [False] * len(writes))
+            self._close(reads)
 
     def _settle(self, current: Current) -> None:
         step, held, size = current.step, current.held, self._block_size
@@ -335,7 +338,7 @@ class StoreWorker:
     @property
     def num_pins(self) -> int:
         """Objects that are kept open."""
-        return sum(len(held.pins) for held in self._requests.values())
+        return sum(len(held.pins) for held in self._requests.values()) + len(self._unquiet_reads)
 
     def _forget(self, req_id: str) -> None:
         held = self._requests.pop(req_id, None)
@@ -344,6 +347,10 @@ class StoreWorker:
 
     def _unpin(self, held: Held, numbers: Sequence[int] | None = None) -> None:
         chosen = list(held.pins) if numbers is None else [n for n in numbers if n in held.pins]
-        pins = [held.pins.pop(number) for number in chosen]
-        if pins and self.pipeline.quiet:  # else a copy may be running: the leases end by themselves
+        self._close([held.pins.pop(number) for number in chosen])
+
+    def _close(self, pins: Sequence[ReadObject]) -> None:
+        if not self.pipeline.quiet:  # a copy may be running
+            self._unquiet_reads += pins
+        elif pins:
             self._store.close_read(pins)

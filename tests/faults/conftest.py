@@ -28,6 +28,13 @@ def _matrix(request: pytest.FixtureRequest) -> Iterator[None]:
     request.node.user_properties += [("table: fault matrix", row) for row in REPORT.take_rows()]
 
 
+@pytest.fixture(autouse=True)
+def _right_engines(request: pytest.FixtureRequest) -> None:
+    """An earlier test may have left others, or none."""
+    if "cluster" in request.fixturenames:
+        request.getfixturevalue("cluster").heal()
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     """Running and warm."""

@@ -10,10 +10,14 @@ import signal
 import socket
 import sys
 import time
+import uuid
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from fault_client import Client, new_prompt
 from fault_hop import HOST as HOP_HOST
@@ -38,10 +42,26 @@ CHUNK_TOKENS = 256
 NAMES = ("prefill", "decode", "proxy")
 
 
-def transfer_config(role: str, port: int) -> str:
+@dataclass(frozen=True)
+class Kind:
+    """How a process is started, if not as the matrix has it.
+
+    patch: Python that it runs first. transfer: of an engine, makes another `--kv-transfer-config` of the one
+    it would have. environment: more variables.
+    """
+
+    patch: str = ""
+    transfer: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+PLAIN = Kind()
+
+
+def transfer_config(role: str, port: int) -> dict[str, Any]:
     extra = {"transfer_backend": "nixl", "use_layerwise": True, "lease_s": LEASE_S, "request_s": REQUEST_S}
     fields = {"kv_connector": "SfaRemoteD2HConnector", "kv_role": role, "kv_port": port}
-    return json.dumps({**fields, "kv_connector_extra_config": extra})
+    return {**fields, "kv_connector_extra_config": extra}
 
 
 def proxy_port() -> int:
@@ -118,6 +138,11 @@ class Cluster:
         self.hop = Hop(self.ports["proxy"], self.relay.port)
         self.servers: dict[str, Server] = {}
         self.baseline: dict[str, Census] = {}
+        self.reference_engine = "prefill"
+        self.also_held: Callable[[], str] = str
+        """What else is still held, "" for nothing."""
+        self._kinds: dict[str, Kind] = {}
+        self._running: dict[str, Kind] = {}
         self._starts = 0
         self._seed = 0
         self._references: dict[tuple[bytes, int], list[str]] = {}
@@ -148,25 +173,37 @@ class Cluster:
 
     # ----------------------------------------------------------------------------------------- processes
 
-    def start(self, name: str, patch: str = "") -> None:
-        """Starts a process, on the port that it always has. patch: Python that it runs first."""
+    def start(self, name: str) -> None:
+        """Starts a process, of the kind that it is to be, on the port that it always has."""
         self._starts += 1
-        command = self._proxy() if name == "proxy" else self._engine(name)
-        log = self._folder / f"{name}-{self._starts}.log"
-        before = os.environ.get("PYTHONPATH")
-        if patch:
+        kind = self._running[name] = self._kinds.get(name, PLAIN)
+        command = self._proxy() if name == "proxy" else self._engine(name, kind)
+        environment = dict(kind.environment)
+        if kind.patch:
             folder = self._folder / f"patch-{self._starts}"
             folder.mkdir()
-            (folder / "sitecustomize.py").write_text(patch, encoding="utf-8")
-            os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [before])])
-        try:
+            (folder / "sitecustomize.py").write_text(kind.patch, encoding="utf-8")
+            path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+            environment["PYTHONPATH"] = path
+        with patch.dict(os.environ, environment):
+            log = self._folder / f"{name}-{self._starts}.log"
             self.servers[name] = Server(command, log, self.ports[name])
-        finally:
-            if patch:
-                os.environ.pop("PYTHONPATH")
-                os.environ.update({} if before is None else {"PYTHONPATH": before})
 
-    def _engine(self, name: str) -> list[str]:
+    @contextmanager
+    def of_kind(self, **kinds: Kind) -> Iterator[None]:
+        """Processes of another kind for a while; the next `heal` puts the right ones back."""
+        before, kinds_before = dict(self.baseline), dict(self._kinds)
+        self._kinds.update(kinds)
+        try:
+            self.heal()
+            self.baseline.clear()
+            yield
+        finally:
+            self._kinds = kinds_before
+            # Of the others what was seen last: what they started meanwhile stays.
+            self.baseline = before | {n: seen for n, seen in self.baseline.items() if n not in kinds}
+
+    def _engine(self, name: str, kind: Kind) -> list[str]:
         decode = name == "decode"
         options = ServerOptions(
             self._checkpoint,
@@ -178,7 +215,8 @@ class Cluster:
             max_num_batched_tokens=CHUNK_TOKENS,
         )
         role = "kv_consumer" if decode else "kv_producer"
-        more = ["--kv-transfer-config", transfer_config(role, self._kv_port)]
+        transfer = kind.transfer(transfer_config(role, self._kv_port))
+        more = ["--kv-transfer-config", json.dumps(transfer)]
         return [*command_line(options), *more, "--num-gpu-blocks-override", str(BLOCKS)]
 
     def _proxy(self) -> list[str]:
@@ -218,11 +256,15 @@ class Cluster:
             self.signal(name, signal.SIGCONT)
 
     def heal(self) -> None:
-        """Starts what has died in an earlier fault that went wrong."""
+        """Starts what has died in an earlier fault that went wrong, or is of another kind than wanted."""
         for name, server in list(self.servers.items()):
             try:
                 server.check_alive()
+                right = self._running[name] == self._kinds.get(name, PLAIN)
             except ServerError:
+                right = False
+            if not right:
+                self.signal(name, signal.SIGKILL)
                 self.reap(name)
                 self.start(name)
         self.wait_ready()
@@ -243,10 +285,12 @@ class Cluster:
         return Client(self.ports[to], self.prompt(length), max_tokens, **more)
 
     def references(self, clients: list[Client]) -> dict[Client, list[str]]:
-        """What prefill alone, an engine without offload, makes of the clients' prompts."""
+        """What an engine alone makes of the clients' prompts, with nothing of them in its cache: prefill, as
+        an engine without offload; or decode, as one without a store, where prefill's has faults."""
         wanted = {(c.digest, c.max_tokens): c for c in clients}
+        port = self.ports[self.reference_engine]
         asked = {
-            key: Client(self.ports["prefill"], c.prompt, c.max_tokens, stream=False).start()
+            key: Client(port, c.prompt, c.max_tokens, stream=False, cache_salt=uuid.uuid4().hex).start()
             for key, c in wanted.items()
             if key not in self._references and len(c.prompt) + c.max_tokens <= PREFILL_MODEL_LEN
         }
@@ -269,7 +313,7 @@ class Cluster:
         for series in PROXY_HELD:
             if found[series]:
                 return f"proxy: {series} = {found[series]:g}"
-        return ""
+        return self.also_held()
 
     def over_baseline(self) -> str:
         """Which process has more threads or open files than at the start, "" for none."""
@@ -319,6 +363,7 @@ class Cluster:
 HELD = (
     "vllm:kv_cache_usage_perc",
     *(f"vllm:kvoffload_{name}" for name in ("live_rows", "open_transfers", "kept_requests", "receives")),
+    "vllm:kvoffload_store_pinned_objects",
 )
 PROXY_HELD = ("kvoffload_proxy_requests_running", "kvoffload_proxy_instance_requests")
 

@@ -208,7 +208,7 @@ class Relay:
             return message, None
         peer = getattr(message, "peer", None)
         session = message.session if peer is None else peer  # prefill's
-        if isinstance(message, wire.Beat):
+        if isinstance(message, (wire.Beat, wire.Progress)):
             return _split(message, "entries", lambda entry: self._prompts.get((session, entry[0])) == prompt)
         if isinstance(message, wire.BeatAck):
             return _split(message, "transfers", lambda number: self._prompts.get((session, number)) == prompt)

@@ -223,6 +223,16 @@ def together(count: int, make: Callable[[int], Client]) -> list[Client]:
     return made
 
 
+def end_all(scenes: list[Scene]) -> None:
+    """Ends scenes whose requests ran beside each other."""
+    for scene in scenes:
+        for client, _ in scene._clients:
+            client.join(DEADLINE_S)
+    for scene in scenes:
+        with scene:
+            pass
+
+
 def after(seconds: float, act: Callable[[], None]) -> None:
     """Calls `act` later, in a thread."""
     timer = threading.Timer(seconds, act)

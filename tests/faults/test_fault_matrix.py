@@ -32,6 +32,7 @@ from fault_scene import (
     WAITING,
     Scene,
     after,
+    end_all,
     together,
     wait_for,
 )
@@ -104,16 +105,6 @@ def test_messages_of_a_request(cluster, kind, phase, times):
         client.start()
     scenes[0].bystanders(*ENGINES)
     end_all(scenes)
-
-
-def end_all(scenes):
-    """Ends scenes whose requests ran beside each other."""
-    for scene in scenes:
-        for client, _ in scene._clients:
-            client.join(DEADLINE_S)
-    for scene in scenes:
-        with scene:
-            pass
 
 
 @pytest.mark.parametrize("kind", ["Beat", pytest.param("BeatAck", marks=FULL)])

@@ -10,6 +10,7 @@ import threading
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
 from fault_client import Client
 from fault_cluster import Census, proxy_port
@@ -17,11 +18,23 @@ from fault_hop import HOST, Hop
 from fault_relay import Relay
 from fault_report import Cell, Report
 from fault_scene import wait_for
+from fault_store import StoreFaults
+from faulty_store import FILLER_BYTES, FaultyStore
 
 from vllm_kvoffload.connectors.sfa_remote_d2h import wire
+from vllm_kvoffload.store import (
+    CopySpans,
+    StoreError,
+    StoreUnavailableError,
+    WriteObject,
+    WriteRefusal,
+)
+from vllm_kvoffload.store.local import LocalStore
+from vllm_kvoffload.transfer.base import Region
 
 zmq = pytest.importorskip("zmq")
 SESSION = "p"
+NBYTES = FILLER_BYTES
 
 
 def publish(transfer, prompt):
@@ -102,6 +115,10 @@ def test_of_a_heartbeat_only_the_entries_of_the_request(line):
     line.relay.rule("dropped", "BeatAck", prompt=b"two", times=None)
     line.down(wire.Beat("d", SESSION, ((1, 1, 1), (2, 3, 3))))
     assert [wire.decode_to_prefill(f).entries for f in line.at_prefill()] == [((2, 3, 3),)]
+    line.relay.rule("dropped", "Progress", prompt=b"one", times=None)
+    line.down(wire.Progress("d", SESSION, ((1, 0, 3),)))
+    line.down(wire.Progress("d", SESSION, ((2, 0, 3),)))
+    assert [wire.decode_to_prefill(f).entries for f in line.at_prefill()] == [((2, 0, 3),)]
     line.up(wire.BeatAck(SESSION, (1, 2)))
     assert [wire.decode_to_decode(f).transfers for f in line.at_decode()] == [(1,)]
 
@@ -123,6 +140,84 @@ def test_when_prefill_goes_away_so_does_its_connection_to_decode(line):
         other.connect(f"tcp://127.0.0.1:{line.relay.port}")
         other.send(wire.encode(publish(9, b"nine")))
         assert len(line.at_decode()) == 1
+
+
+@pytest.fixture
+def faulty(tmp_path):
+    """A store with room for 64 objects, its faults, and registered memory of one object."""
+    store, memory = LocalStore(tmp_path.name, 64 * NBYTES), np.zeros(NBYTES, dtype=np.uint8)
+    store.register([Region(memory.ctypes.data, NBYTES)])
+    with closing(FaultyStore(store, "owner", tmp_path)) as made:
+        yield made, StoreFaults(None, tmp_path, "fail"), memory
+
+
+def put(store, keys):
+    granted = store.open_write(keys, NBYTES)
+    return [isinstance(g, WriteObject) and store.finish_write([g], [True]) == [True] for g in granted]
+
+
+def spans_of(object_, memory, count=2):
+    size = NBYTES // count
+    starts = np.arange(count, dtype=np.int64) * size
+    sizes = np.full(count, size, dtype=np.int64)
+    return CopySpans(object_.address + starts, memory.ctypes.data + starts, sizes)
+
+
+def test_the_store_evicts_and_fills_when_told(faulty):
+    store, faults, _ = faulty
+    assert put(store, ["a", "b"]) == [True, True]
+    (pinned,) = store.open_read(["b"], 60)
+    evicted, full = faults.fault("evicted", 1), faults.fault("full")
+    evicted.begin()
+    assert store.lookup(["a", "b"]) == 2
+    assert store.open_read(["a", "c"], 60) == [None, None]
+    assert store.lookup(["b"]) == 1
+    assert evicted.hits == 1
+    full.begin()
+    assert store.open_write(["d", "e"], NBYTES) == [WriteRefusal.FULL] * 2
+    assert faults.held() == "open-owner: 1 objects to read"
+    full.end()
+    assert put(store, ["d"]) == [True]
+    store.close_read([pinned])
+    assert faults.held() == ""
+
+
+def test_copies_fail_half_way_or_wait(faulty):
+    store, faults, memory = faulty
+    (written,) = store.open_write(["a"], NBYTES)
+    memory[:] = 7
+    store.copy(spans_of(written, memory), "save")
+    store.finish_write([written], [True])
+    (read,) = store.open_read(["a"], 60)
+    memory[:] = 0
+    fails, hangs = faults.fault("load_fails", 1), faults.fault("load_hangs", 1)
+    fails.begin()
+    with pytest.raises(StoreError, match="half-way"):
+        store.copy(spans_of(read, memory), "load")
+    assert (memory[: NBYTES // 2] == 7).all()
+    assert not memory[NBYTES // 2 :].any()
+    hangs.begin()
+    copy = threading.Thread(target=store.copy, args=(spans_of(read, memory), "load"))
+    copy.start()
+    wait_for(lambda: hangs.hits == 1, "the copy did not come")
+    assert not memory[NBYTES // 2 :].any()
+    faults.end_all()
+    copy.join(10)
+    assert (memory == 7).all()
+    store.close_read([read])
+
+
+def test_a_store_that_is_down(faulty):
+    store, faults, _ = faulty
+    assert put(store, ["a"]) == [True]
+    faults.fault("down").begin()
+    assert store.lookup(["a"]) == 0
+    with pytest.raises(StoreUnavailableError):
+        store.open_read(["a"], 60)
+    with pytest.raises(StoreUnavailableError):
+        store.open_write(["b"], NBYTES)
+    faults.end_all()
+    assert store.lookup(["a"]) == 1
 
 
 class Proxy(BaseHTTPRequestHandler):

@@ -1,11 +1,9 @@
-"""The controls: engines with a fault of their own, which the matrix must see. Run last: nobody heals them."""
+"""The controls: engines with a fault of their own, which the matrix must see."""
 
 from __future__ import annotations
 
-import signal
-
 import pytest
-from fault_cluster import LEASE_S
+from fault_cluster import LEASE_S, Kind
 from fault_report import Report
 from fault_scene import WAITING, Scene
 
@@ -33,13 +31,9 @@ Producer.tick = endless
 
 @pytest.fixture(scope="module")
 def wrong(cluster):
-    for name, patch in {"prefill": KNOWS_NO_LEASE, "decode": ATTENDS_TO_WHAT_NEVER_CAME}.items():
-        cluster.signal(name, signal.SIGKILL)
-        cluster.reap(name)
-        cluster.start(name, patch)
-    cluster.wait_ready()
-    cluster.baseline.clear()
-    return cluster
+    kinds = {"prefill": Kind(KNOWS_NO_LEASE), "decode": Kind(ATTENDS_TO_WHAT_NEVER_CAME)}
+    with cluster.of_kind(**kinds):
+        yield cluster
 
 
 def test_wrong_tokens_are_seen(wrong):

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from pipeline_world import BLOCK, StoreError, World, accept, run, value
+from pipeline_world import BLOCK, LAYERS, StoreError, World, accept, run, value
 
 from vllm_kvoffload.layerwise import pipeline as module
 from vllm_kvoffload.layerwise.pipeline import LayerPipeline, Limits, pieces
@@ -162,8 +162,32 @@ def test_a_copy_that_hangs_ends_requests_and_not_the_engine():
     world.close()
 
 
+@pytest.mark.parametrize("direction", ["load", "save"])
+def test_a_copy_that_hangs_costs_one_deadline_and_not_one_for_each_layer(direction):
+    limits = Limits(deadline_s=1.0)
+    world = World(7, shared=1, independent=(), delays=False, limits=limits)
+    bad, other = world.add(12), world.add(4)
+    assert world.step({0: 4}) == {}
+    gate = threading.Event()
+    world.store.refuse = lambda _address, what: gate.wait(60) if what == direction else None
+    begin = time.monotonic()
+    assert set(world.step({0: 4, 1: 2})) == {"0", "1"}
+    assert time.monotonic() - begin < limits.deadline_s * LAYERS
+    assert bad.computed == 4
+    assert other.computed == 0
+    gate.set()
+    world.runtime.synchronize()
+    world.store.refuse = accept
+    world.failed.clear()
+    assert world.step({0: 4, 1: 2}) == {}
+    assert world.pipeline.quiet
+    world.check_store()
+    assert not world.wrong
+    world.close()
+
+
 def test_a_reader_that_never_reads_loses_its_transfer_and_not_the_request():
-    world = World(4, shared=1, independent=(), delays=False, readers=True, limits=Limits(deadline_s=0.1))
+    world = World(4, shared=1, independent=(), delays=False, readers=True, limits=Limits(deadline_s=0.5))
     world.pipeline.use_guard(world.readers, 0.1)
     world.add(8)
     world.readers.read = lambda _layer, _name: None

@@ -31,6 +31,9 @@ logger = get_logger(__name__)
 LOAD_STREAM = "store-load"
 SAVE_STREAM = "store-save"
 
+SETTLE_S = 1.0
+"""How long a step waits for a copy that was given up. It had its deadline in the step that began it."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -147,13 +150,14 @@ class Limits:
 
 @dataclass
 class _State:
-    """A step in progress, by position."""
+    """A step in progress, by position. hung: why nothing more is moved in it, "" while all is well."""
 
     issued: int = 0
     loads: dict[int, Event] = field(default_factory=dict)
     opened: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     failed: dict[int, str] = field(default_factory=dict)
+    hung: str = ""
 
 
 class LayerPipeline:
@@ -202,8 +206,9 @@ class LayerPipeline:
         self.gates.begin_step()
         self._count_needed(step)
         if not quiet:
+            self._state.hung = "a copy of an earlier step does not end"
             for number in range(len(step.requests)):
-                self.fail(number, "a copy of an earlier step does not end")
+                self.fail(number, self._state.hung)
         if step.requests:
             self._issue(0)
 
@@ -228,22 +233,34 @@ class LayerPipeline:
         self._issue(position)
         begin = time.monotonic()
         event = state.loads.pop(position, None)
-        if event is None:
+        if event is None or state.hung:
             self._acquire(position)
         else:
-            self._join_load(position, event)
+            self._join_load(position, event, state)
+        if state.hung:
+            self._fail_owners(self._rows_to_load(position), state.hung)
         self.stats.wait_s += time.monotonic() - begin
 
-    def _join_load(self, position: int, event: Event) -> None:
+    def _join_load(self, position: int, event: Event, state: _State) -> None:
         try:
             event.wait(self._limits.reads_s + 2 * self._limits.deadline_s)
         except RuntimeFault as error:
+            reason = f"loading layer {self._memory[position].index}: {error}"
             if isinstance(error, WaitTimeoutError):
-                self._stuck.append(event)
+                self._hang(state, reason)
             self._loads.recover()
-            layer = self._memory[position].index
-            self._fail_owners(self._rows_to_load(position), f"loading layer {layer}: {error}")
+            self._fail_owners(self._rows_to_load(position), reason)
             self._acquire(position)
+
+    def _hang(self, state: _State, reason: str) -> None:
+        """A copy does not end. Waiting at every layer anew would take as many deadlines, so the rest of the
+        step moves nothing, and whatever had to be moved is lost. A load that is given up writes into blocks
+        of lost requests only; what a save that is given up reads is not published."""
+        if not state.hung:
+            state.hung = reason
+            self._stuck += [stream.record("given up") for stream in (self._loads, self._saves)]
+            self.gates.begin_step()
+            self.gates.notify()
 
     def layer_done(self, index: int) -> None:
         """A layer's attention is done: its rows are saved, and a later layer may load. Idempotent."""
@@ -254,6 +271,10 @@ class LayerPipeline:
         state.done.add(position)
         computed = self._runtime.current_stream().record(f"layer {index} computed")
         saving = bool(len(self._step.saves))
+        if state.hung:
+            computed.wait(self._limits.deadline_s)
+            self.gates.release(position, COMPUTE)
+            return
         if saving:
             self.gates.hold(position, SAVE)
         if saving or not computed.query():
@@ -268,21 +289,29 @@ class LayerPipeline:
             for layer in self._memory:  # such as an MTP layer in a step without drafts
                 self.wait_layer(layer.index)
                 self.layer_done(layer.index)
-            self._end("saving", self._saves.record("saves of a step"))
-            # On a device draft passes may go on: the next step's loads must not meet them.
-            self._end("computing", self._runtime.current_stream().record("computation of a step"))
+            self._join_end(self._state)
         failed = {self._step.requests[number]: why for number, why in self._state.failed.items()}
         self._step = Step()
         return failed
 
-    def _end(self, what: str, event: Event) -> None:
+    def _join_end(self, state: _State) -> None:
+        if not state.hung:
+            self._end("saving", self._saves.record("saves of a step"), state)
+        # On a device draft passes may go on: the next step's loads must not meet them.
+        self._end("computing", self._runtime.current_stream().record("computation of a step"), state)
+        if state.hung:
+            self._fail_owners(self._step.saves, state.hung, wrong=False)
+
+    def _end(self, what: str, event: Event, state: _State) -> None:
         try:
             event.wait(self._limits.deadline_s)
         except RuntimeFault as error:
+            reason = f"{what}: {error}"
             if isinstance(error, WaitTimeoutError):
                 self._stuck.append(event)
+                self._hang(state, reason)
             self._saves.recover()
-            self._fail_owners(self._step.saves, f"{what}: {error}", wrong=False)
+            self._fail_owners(self._step.saves, reason, wrong=False)
 
     @property
     def quiet(self) -> bool:
@@ -293,7 +322,7 @@ class LayerPipeline:
         """Joins copies that a former step gave up on: they still use memory. Whether all are over."""
         for event in list(self._stuck):
             try:
-                event.wait(self._limits.deadline_s)
+                event.wait(min(self._limits.deadline_s, SETTLE_S))
             except WaitTimeoutError:
                 return False
             except TaskFailedError:
@@ -315,7 +344,7 @@ class LayerPipeline:
     def _issue(self, current: int) -> None:
         """Begins the loads of layers from `current` on, as far ahead as allowed, in order."""
         state, end = self._state, min(current + self._limits.prefetch_layers, len(self._memory))
-        while state.issued < end:
+        while state.issued < end and not state.hung:
             position = state.issued
             before = self._plan.predecessors.get(position)
             if before is not None and before not in state.done:
@@ -328,7 +357,7 @@ class LayerPipeline:
 
     def _acquire(self, position: int) -> None:
         """Waits for a layer's gates; what still holds them at the deadline costs its requests."""
-        requests, limits = self._step.requests, self._limits
+        requests, state, limits = self._step.requests, self._state, self._limits
         held = self.gates.wait(position, requests, max(limits.deadline_s, limits.reads_s))
         for blocker in held:
             reason = f"its memory was not free after {limits.deadline_s:g} s: {blocker}"
@@ -336,13 +365,16 @@ class LayerPipeline:
                 if self._guard is not None:
                     self._guard.give_up([blocker.request], reason, False)
             else:
+                self._hang(state, reason)
                 self._fail_owners(self._step.saves, reason, wrong=False)
         self.gates.occupy(position)
 
     def _load(self, position: int, step: Step, state: _State) -> None:
-        if state is not self._state:
+        if state is not self._state or state.hung:
             return  # of a step that was given up
         self._acquire(position)
+        if state.hung:
+            return
         rows = step.shared_loads if self._plan.is_shared(position) else step.own_loads
         self.stats.loaded_bytes += self._move(rows, position, "load", state)
 

@@ -509,7 +509,7 @@ def _local_conf(environ: Mapping[str, str]) -> LocalConf:
 def _require_service(what: str, endpoint: Endpoint) -> None:
     # The library's own start would wait for minutes.
     try:
-        probe(endpoint.host, endpoint.port, PROBE_S).close()
+        probe(endpoint.host, endpoint.port, PROBE_S)
     except OSError as error:
         raise StoreUnavailableError(
             f"memcache: no {what} at {endpoint.url}: {error}; start it first: kvoffload meta"

@@ -113,6 +113,7 @@ class ServiceWatch:
         self._lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
+        self._ended: set[int] = set()  # connections that were seen to end, and may not be closed yet
         self.losses = 0
         self.down = ""
         self._thread = threading.Thread(target=self._watch, name="kvoffload-store-watch", daemon=True)
@@ -147,25 +148,31 @@ class ServiceWatch:
         os.close(self._wake_fd)
 
     def _wait_for_end(self) -> None:
-        connections = own_connections(*self._address)
+        connections: dict[int, socket.socket] = {}
+        for made in own_connections(*self._address):
+            if connections.setdefault(os.fstat(made.fileno()).st_ino, made) is not made:
+                made.close()  # another watch's duplicate
+        self._ended &= connections.keys()
         poller = select.poll()
         poller.register(self._wake_fd, select.POLLIN)
-        for connection in connections:
-            poller.register(connection, select.POLLRDHUP)
+        watched = {made.fileno(): inode for inode, made in connections.items() if inode not in self._ended}
+        for fd in watched:
+            poller.register(fd, select.POLLRDHUP)
         try:
             # Without a connection there is nothing to see here: failing calls tell of the loss then.
-            events = dict(poller.poll(None if connections else SEEK_S * 1000))
+            events = dict(poller.poll(None if watched else SEEK_S * 1000))
         finally:
-            for connection in connections:
+            for connection in connections.values():
                 connection.close()
         if events.pop(self._wake_fd, None):
             os.eventfd_read(self._wake_fd)
         if events and not self._stopping:
+            self._ended |= {watched[fd] for fd in events}  # the library closes them when it comes to it
             self.lose("its connection ended")
 
     def _try_again(self) -> None:
         try:
-            probe(*self._address, PROBE_S).close()
+            probe(*self._address, PROBE_S)
             self._ready()
         except Exception as error:
             self.down = f"does not serve: {error}"
@@ -180,13 +187,24 @@ class ServiceWatch:
             os.eventfd_read(self._wake_fd)
 
 
-def probe(host: str, port: int, timeout_s: float) -> socket.socket:
-    """A connection. Raises OSError."""
-    return socket.create_connection((host, port), timeout=timeout_s)
+_probing = threading.Lock()
+"""A probe's connection, which ends at once, must never be taken for the library's: two watches of a process
+would go on to see the service end in each other's probes."""
+
+
+def probe(host: str, port: int, timeout_s: float) -> None:
+    """Whether somebody listens. Raises OSError: nobody does."""
+    with _probing:
+        socket.create_connection((host, port), timeout=timeout_s).close()
 
 
 def own_connections(host: str, port: int) -> list[socket.socket]:
     """Duplicates of this process's sockets that are connected to an address."""
+    with _probing:
+        return _own_connections(host, port)
+
+
+def _own_connections(host: str, port: int) -> list[socket.socket]:
     wanted = {info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     found = []
     for name in os.listdir("/proc/self/fd"):
