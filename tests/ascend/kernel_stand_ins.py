@@ -37,6 +37,20 @@ PLAN = [
     "kinds",
     "miss_positions",
 ]
+LISTS = {
+    "dsa_serve_rows": [
+        "block_table",
+        "query_start_loc",
+        "rows",
+        "miss_ids",
+        "miss_slots",
+        "miss_counts",
+        "new_slots",
+    ],
+    "dsa_serve_compact_rows": ["kinds", "query_start_loc", "seq_lens", "block_table", "rows"],
+    "dsa_install_rows": ["query_start_loc", "rows", "miss_positions", "miss_slots", "miss_counts"],
+}
+"""What an operator takes behind its lists of components, in its order."""
 CORES, REPORT_INTS, LINE = 5, 8, 64
 
 
@@ -191,15 +205,7 @@ class TwinKernels(Kernels):
 
     def _serve(self, host: Any, reports: Any, hot: Any, new_rows: Any, *lists: torch.Tensor) -> None:
         into = self._twin.IN_OUT
-        names = (
-            "block_table",
-            "query_start_loc",
-            "rows",
-            "miss_ids",
-            "miss_slots",
-            "miss_counts",
-            "new_slots",
-        )
+        names = LISTS["dsa_serve_rows"]
         arguments = self._rows("host", host, self._twin.IN) + self._rows("hot", hot, into)
         arguments += self._rows("new_rows", new_rows, self._twin.IN)
         arguments += [(name, part, self._twin.IN) for name, part in zip(names, lists, strict=True)]
@@ -213,7 +219,7 @@ class TwinKernels(Kernels):
     def _gather(
         self, host: Any, reports: Any, hot: Any, new_rows: Any, selection: Any, *lists: torch.Tensor
     ) -> None:
-        names = ("kinds", "query_start_loc", "seq_lens", "block_table", "rows")
+        names = LISTS["dsa_serve_compact_rows"]
         arguments = self._rows("host", host, self._twin.IN) + self._rows("hot", hot, self._twin.IN)
         arguments += self._rows("new_rows", new_rows, self._twin.IN)
         arguments += self._rows("selection", selection, self._twin.IN_OUT)
@@ -226,7 +232,7 @@ class TwinKernels(Kernels):
         self._run("dsa_serve_compact", [*arguments, ("reports", reports, self._twin.OUT)], shape)
 
     def _install(self, reports: Any, selection: Any, hot: Any, *lists: torch.Tensor) -> None:
-        names = ("query_start_loc", "rows", "miss_positions", "miss_slots", "miss_counts")
+        names = LISTS["dsa_install_rows"]
         arguments = self._rows("selection", selection, self._twin.IN)
         arguments += self._rows("hot", hot, self._twin.IN_OUT)
         arguments += [(name, part, self._twin.IN) for name, part in zip(names, lists, strict=True)]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kernel_stand_ins import CoreKernels
+from kernel_stand_ins import LISTS, PLAN, CoreKernels
 from simulated_npu import SimulatedNpu, SimulatedStream, scatter_nd_update, sparse_copy
 
 from vllm_kvoffload import ops
@@ -346,6 +348,21 @@ def test_a_failing_copy_is_an_error() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- on the device
+
+
+def test_the_kernels_stand_in_takes_what_the_binding_takes() -> None:
+    source = (Path(__file__).parents[2] / "csrc" / "ascendc" / "torch" / "ops.cpp").read_text()
+    declared = "".join(re.findall(r'"([^"]*)"', source[source.index("TORCH_LIBRARY_FRAGMENT") :]))
+    fronts = {
+        "dsa_serve_rows": ["host", "host_blocks", "block_size", "hot", "new_rows"],
+        "dsa_serve_compact_rows": ["host", "host_blocks", "block_size", "hot", "new_rows", "selection"],
+        "dsa_install_rows": ["selection", "hot"],
+    }
+    for name, front in fronts.items():
+        (arguments,) = re.findall(rf"{name}\((.*?)\) ->", declared.replace("(a!)", ""))
+        assert [part.split()[-1] for part in arguments.split(",")] == front + LISTS[name]
+    plan = [argument.name for argument in torch.ops.kvoffload.dsa_plan.default._schema.arguments]
+    assert plan == [*PLAN[:8], "policy", *PLAN[8:]]
 
 
 def test_an_upload_is_one_transfer_and_every_tensor_begins_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
