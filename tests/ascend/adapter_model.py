@@ -27,6 +27,7 @@ from vllm_kvoffload.platforms.ascend.attention import (
     KVOffloadSFAMetadataBuilder,
 )
 from vllm_kvoffload.platforms.ascend.delivery import device_planning
+from vllm_kvoffload.platforms.ascend.kernels import KernelRows
 from vllm_kvoffload.platforms.ascend.offload import AscendOffload
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows, SplitRows
 from vllm_kvoffload.platforms.ascend.runner import bind_offload
@@ -308,8 +309,12 @@ class Adapter:
         sizes = tuple(c.row_bytes for c in geometry.main_components)
         basics = (sizes, setup.dtype, setup.device, device_op(scatter_nd_update))
         copies = setup.movement == "sparse_copy"
-        row_ops = SparseCopyRows(*basics, device_op(sparse_copy)) if copies else PortableRows(*basics)
         self.kernels = setup.kernels(self.npu) if setup.kernels is not None else None
+        row_ops = PortableRows(*basics)
+        if copies:
+            row_ops = SparseCopyRows(*basics, device_op(sparse_copy))
+        elif self.kernels is not None:
+            row_ops = KernelRows(*basics, self.kernels)
         if host is None:
             host = []
             for latent, rope, *_ in self.caches:  # the same tuple positions, but host memory

@@ -318,8 +318,22 @@ def test_a_plan_is_made_once_in_a_group_and_followers_are_fetched_ahead() -> Non
     adapter.kernels.calls.clear()
     adapter.run(make_step(STEPS[3]))
     owner = ["dsa_plan", "dsa_serve_rows", "dsa_serve_rows"]  # own rows, then the follower's misses
-    assert adapter.kernels.calls == [*owner, "dsa_serve_rows"] * 2
+    adapter.manager.store.join()
+    calls, write = adapter.kernels.calls, "host_write_rows"  # by a thread, at any point
+    assert calls.count(write) == len(TYPES)
+    assert [call for call in calls if call != write] == [*owner, "dsa_serve_rows"] * 2
     adapter.close()
+
+
+def test_control_a_kernel_that_leaves_out_a_row_of_the_host_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = CoreKernels._host_write
+
+    def shorter(kernels: Any, host: Any, reports: Any, new_rows: Any, slots: Any) -> None:
+        write(kernels, host, reports, new_rows, slots.index_fill(0, torch.tensor([0]), -1))
+
+    expected = upstream(PORTABLE)
+    monkeypatch.setattr(CoreKernels, "_host_write", shorter)
+    assert differences(run(KERNELS)[0], expected)
 
 
 @pytest.mark.parametrize("name", ["kernels", "compact kernels"])

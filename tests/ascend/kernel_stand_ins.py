@@ -49,6 +49,7 @@ LISTS = {
     ],
     "dsa_serve_compact_rows": ["kinds", "query_start_loc", "seq_lens", "block_table", "rows"],
     "dsa_install_rows": ["query_start_loc", "rows", "miss_positions", "miss_slots", "miss_counts"],
+    "host_write_rows": ["slot_mapping"],
 }
 """What an operator takes behind its lists of components, in its order."""
 CORES, REPORT_INTS, LINE = 5, 8, 64
@@ -120,6 +121,14 @@ class Kernels:
         self._npu.launch(lambda: self._install(reports, *bare))
         return wrapped
 
+    def host_write_rows(
+        self, host: list[int], blocks: int, block_size: int, new_rows: Any, slot_mapping: Any
+    ) -> Any:
+        (bare, reports), wrapped = self._launch("host_write_rows", new_rows, slot_mapping)
+        rows = host_rows(host, blocks, block_size, new_rows)
+        self._npu.launch(lambda: self._host_write(rows, reports, *bare))
+        return wrapped
+
 
 def host_rows(addresses: list[int], blocks: int, block_size: int, like: Any) -> list[torch.Tensor]:
     """Host rows by component, from addresses."""
@@ -168,6 +177,11 @@ class CoreKernels(Kernels):
     ) -> None:  # fmt: skip
         for chosen, pool in zip(selection, hot, strict=True):
             reports[0, 0] += ops.dsa_install(chosen, starts, rows, positions, slots, counts, pool)
+
+    def _host_write(self, host: Any, reports: Any, new_rows: Any, slots: Any) -> None:
+        for part, fresh in zip(host, new_rows, strict=True):
+            ops.host_write(part, fresh, slots.long())
+            reports[0, 0] += int((slots >= 0).sum()) * fresh.shape[-1]
 
 
 class TwinKernels(Kernels):
@@ -242,3 +256,14 @@ class TwinKernels(Kernels):
             *(part.shape[-1] for part in hot),
         )  # fmt: skip
         self._run("dsa_install", [*arguments, ("reports", reports, self._twin.OUT)], shape)
+
+    def _host_write(self, host: Any, reports: Any, new_rows: Any, slots: Any) -> None:
+        arguments = self._rows("host", host, self._twin.IN_OUT)
+        arguments += self._rows("new_rows", new_rows, self._twin.IN)
+        shape = (len(slots), *host[0].shape[:2], *(part.shape[-1] for part in host))
+        into = self._twin.OUT
+        self._run(
+            "host_write",
+            [*arguments, ("slot_mapping", slots, self._twin.IN), ("reports", reports, into)],
+            shape,
+        )

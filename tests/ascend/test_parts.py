@@ -21,7 +21,7 @@ from vllm_kvoffload.layerwise.buffer_plan import BufferOptions, CacheLayer, plan
 from vllm_kvoffload.layerwise.pipeline import LayerMemory, LayerPipeline, Limits, Part, Rows, Step
 from vllm_kvoffload.platforms.ascend import offload as offload_module
 from vllm_kvoffload.platforms.ascend.host_memory import MemfabricMemory, SegmentMemory
-from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, load_kernels, upload
+from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, KernelRows, load_kernels, upload
 from vllm_kvoffload.platforms.ascend.offload import AscendOffload, open_parts
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows, SplitRows
 from vllm_kvoffload.runtime import CpuRuntime, TaskFailedError, WaitTimeoutError
@@ -245,7 +245,7 @@ def parts(monkeypatch: pytest.MonkeyPatch, *, memfabric: bool, kernels: bool, pu
     [
         (True, True, MemfabricMemory, SparseCopyRows),
         (True, False, MemfabricMemory, SparseCopyRows),
-        (False, True, SegmentMemory, PortableRows),
+        (False, True, SegmentMemory, KernelRows),
         (False, False, SegmentMemory, PortableRows),
     ],
 )
@@ -288,6 +288,8 @@ def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, t
 def row_ops(movement: str) -> PortableRows:
     if movement == "sparse_copy":
         return SparseCopyRows(*BASICS, sparse_copy)
+    if movement == "kernels":
+        return KernelRows(*BASICS, CoreKernels(SimulatedNpu()))
     return PortableRows(*BASICS)
 
 
@@ -296,7 +298,7 @@ def host_rows() -> SplitRows:
     return SplitRows(made, [part.data_ptr() for part in made])
 
 
-@pytest.mark.parametrize("movement", ["portable", "sparse_copy"])
+@pytest.mark.parametrize("movement", ["portable", "sparse_copy", "kernels"])
 def test_rows_arrive(movement: str) -> None:
     moves, host = row_ops(movement), host_rows()
     before = [part.clone() for part in host.parts]
@@ -330,8 +332,9 @@ def test_rows_arrive(movement: str) -> None:
 def test_addresses_are_checked_before_a_copy() -> None:
     moves, host = row_ops("sparse_copy"), host_rows()
     new = SplitRows([torch.zeros((1, n), dtype=torch.uint8) for n in (64, 16)])
-    with pytest.raises(ValueError, match="slot_mapping: 64"):
-        moves.host_write(host, new, torch.tensor([64]))
+    for writer in (moves, row_ops("kernels")):
+        with pytest.raises(ValueError, match="slot_mapping: 64"):
+            writer.host_write(host, new, torch.tensor([64]))
     with pytest.raises(ValueError, match="blocks: 4"):
         moves.host_read(host, torch.tensor([4]), 3, moves.zeros(16))
     plan = ops.PlanOut(1, 1, 16, 1)
@@ -357,6 +360,7 @@ def test_the_kernels_stand_in_takes_what_the_binding_takes() -> None:
         "dsa_serve_rows": ["host", "host_blocks", "block_size", "hot", "new_rows"],
         "dsa_serve_compact_rows": ["host", "host_blocks", "block_size", "hot", "new_rows", "selection"],
         "dsa_install_rows": ["selection", "hot"],
+        "host_write_rows": ["host", "host_blocks", "block_size", "new_rows"],
     }
     for name, front in fronts.items():
         (arguments,) = re.findall(rf"{name}\((.*?)\) ->", declared.replace("(a!)", ""))

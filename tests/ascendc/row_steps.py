@@ -278,3 +278,28 @@ def install(
         host=False,
     )
     return kernels.run("dsa_install", args, shape, cores, schedule, drop)
+
+
+def make_slots(batch: Batch) -> torch.Tensor:
+    """Distinct slots of the host pool for a step's tokens, some in runs, some tokens without one."""
+    layout, rng = batch.layout, batch.rng
+    slots = rng.permutation(layout.blocks * layout.block_size)[: batch.tokens].astype(np.int32)
+    if rng.random() < 0.5:
+        slots.sort()
+        slots[: len(slots) // 2] = slots[0] + np.arange(len(slots) // 2)  # a chunk; below the others
+    slots[rng.random(len(slots)) < 0.2] = -1
+    return ints(slots)
+
+
+def host_write(
+    kernels: Kernels, batch: Batch, slots: torch.Tensor, cores: int, schedule: str, drop: str = ""
+) -> Ran:
+    layout = batch.layout
+    args = [
+        *batch.host.arguments("host", IN_OUT),
+        *batch.new_rows.arguments("new_rows", IN),
+        ("slot_mapping", slots, IN),
+        ("reports", batch.new_reports(cores), OUT),
+    ]
+    shape = (batch.tokens, layout.blocks, layout.block_size, *layout.row_bytes)
+    return kernels.run("host_write", args, shape, cores, schedule, drop)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gather_steps import Selections, gather, make_topk, oracle_gather
@@ -9,10 +11,12 @@ from row_steps import (
     Batch,
     Layout,
     Rows,
+    host_write,
     install,
     make_batch,
     make_kinds,
     make_misses,
+    make_slots,
     oracle_serve,
     random_rows,
     serve,
@@ -102,6 +106,21 @@ def test_install(kernels: Kernels, layout: Layout) -> None:
 
 
 @layouts
+@pytest.mark.parametrize("padding", [1, 1300])
+def test_host_write(kernels: Kernels, layout: Layout, padding: int) -> None:
+    """Of one step's requests, and of more tokens than a core looks at in one go."""
+    layout = replace(layout, padding=min(padding, layout.blocks * layout.block_size // 2))
+    for cores in CORES:
+        for seed, schedule in enumerate(SCHEDULES):
+            batch = make_batch(layout, seed)
+            slots = make_slots(batch)
+            oracle.host_write(batch.host.whole, batch.new_rows.whole, slots)
+            written = int((slots >= 0).sum()) * layout.bytes
+            ran = host_write(kernels, batch, slots, cores, schedule)
+            check(ran, batch, written, batch.host.same(), (cores, schedule))
+
+
+@layouts
 def test_gather_selection(kernels: Kernels, layout: Layout) -> None:
     for cores in CORES:
         for schedule in SCHEDULES:
@@ -140,6 +159,21 @@ def test_bad_addresses_are_counted_and_touch_nothing(kernels: Kernels) -> None:
     assert not ran.reports
     assert batch.hot.same()
     assert (batch.fetched(), batch.refused()) == (layout.bytes, 2)
+
+
+@pytest.mark.parametrize("row_bytes", [(64, 0), (48, 16)], ids=["rows fill lines", "rows share lines"])
+def test_bad_slots_of_the_host_pool_are_counted_once(kernels: Kernels, row_bytes: tuple[int, int]) -> None:
+    layout = Layout(1, row_bytes=row_bytes, padding=5)
+    batch = make_batch(layout, 3)
+    batch.new_rows = Rows(layout, random_rows(batch.rng, 6, layout.bytes))
+    slots = aligned(
+        torch.tensor([3, layout.blocks * layout.block_size, -2, -1, 4, 1 << 30], dtype=torch.int32)
+    )
+    batch.host.whole.view(-1, layout.bytes)[[3, 4]] = batch.new_rows.whole[[0, 4]]
+    ran = host_write(kernels, batch, slots, 4, "lazy")
+    assert not ran.reports
+    assert batch.host.same()
+    assert (batch.fetched(), batch.refused()) == (2 * layout.bytes, 3)
 
 
 def test_no_requests(kernels: Kernels) -> None:

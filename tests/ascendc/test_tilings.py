@@ -52,12 +52,14 @@ GATHER = {
     "bytes0": 1024,
     "bytes1": 128,
 }
+HOST_WRITE = {"tokens": 64, "blocks": 10000, "block_size": 128, "bytes0": 1024, "bytes1": 128}
 SHAPES = {
     "dsa_plan": PLAN,
     "dsa_serve": SERVE,
     "dsa_serve_compact": COMPACT,
     "dsa_install": INSTALL,
     "gather_selection": GATHER,
+    "host_write": HOST_WRITE,
 }
 
 
@@ -128,7 +130,9 @@ def test_cores_refused(kernels: Kernels, op: str, cores: int) -> None:
         tile(kernels, op, cores)
 
 
-@pytest.mark.parametrize("op", ["dsa_serve", "dsa_serve_compact", "dsa_install", "gather_selection"])
+@pytest.mark.parametrize(
+    "op", ["dsa_serve", "dsa_serve_compact", "dsa_install", "gather_selection", "host_write"]
+)
 @pytest.mark.parametrize(("bytes0", "bytes1"), [(1024, 128), (1152, 0), (656, 0), (16, 16), (8192, 8192)])
 def test_staging_buffers(kernels: Kernels, op: str, bytes0: int, bytes1: int) -> None:
     data = tile(kernels, op, 40, bytes0=bytes0, bytes1=bytes1)
@@ -146,9 +150,10 @@ def test_rows_that_share_lines_stay_with_one_core(kernels: Kernels) -> None:
     for op in ("dsa_serve", "dsa_install"):
         assert tile(kernels, op, 40)["by_request"] == 0
         assert tile(kernels, op, 40, bytes0=656, bytes1=0)["by_request"] == 1
-    assert tile(kernels, "dsa_serve_compact", 40)["group"] == 1
-    assert tile(kernels, "dsa_serve_compact", 40, bytes0=656, bytes1=0)["group"] == 4
-    assert tile(kernels, "dsa_serve_compact", 40, bytes0=1024, bytes1=32)["group"] == 2
+    for op in ("dsa_serve_compact", "host_write"):
+        assert tile(kernels, op, 40)["group"] == 1
+        assert tile(kernels, op, 40, bytes0=656, bytes1=0)["group"] == 4
+        assert tile(kernels, op, 40, bytes0=1024, bytes1=32)["group"] == 2
 
 
 @pytest.mark.parametrize(
@@ -172,6 +177,12 @@ def test_rows_that_share_lines_stay_with_one_core(kernels: Kernels) -> None:
             r"status pitch \(allocate .* must be a multiple of 16, got 2049",
         ),
         ("gather_selection", {"pitch": 2048}, "status pitch: must be 2049 to"),
+        ("host_write", {"blocks": 1 << 25}, r"host: must have less than 2\^31 tokens"),
+        (
+            "host_write",
+            {"blocks": 3, "block_size": 1, "bytes0": 16},
+            "host: 3 rows of 16 bytes must end with a line",
+        ),
         (
             "gather_selection",
             {"width": 17, "pitch": 32, "bytes0": 16},

@@ -27,7 +27,8 @@ import vllm_kvoffload.ops.torch_ops
 torch.ops.load_library(sys.argv[1])
 ops = torch.ops.kvoffload
 assert torch._C._dispatch_has_kernel_for_dispatch_key("kvoffload::dsa_plan", "PrivateUse1")
-for name in ("dsa_serve_rows", "dsa_serve_compact_rows", "dsa_install_rows", "gather_selection_rows"):
+for name in ("dsa_serve_rows", "dsa_serve_compact_rows", "dsa_install_rows", "gather_selection_rows",
+             "host_write_rows"):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"kvoffload::{name}", "PrivateUse1"), name
     arguments = getattr(ops, name).default._schema.arguments
     print(name, *(a.name for a in arguments if a.alias_info and a.alias_info.is_write))
@@ -76,6 +77,7 @@ def test_the_binding_compiles_and_loads(tmp_path: Path) -> None:
         "dsa_serve_compact_rows selection",
         "dsa_install_rows hot",
         "gather_selection_rows selection status lengths",
+        "host_write_rows",
         "host_register: mapping 100 bytes failed with error 107000",
         "(40, 8)",
     ]

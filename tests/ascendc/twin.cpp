@@ -91,6 +91,12 @@ GatherShape shape_of(const Call& call) {
 }
 
 template <>
+HostWriteShape shape_of(const Call& call) {
+  const int64_t* s = call.shape;
+  return {s[0], s[1], s[2], {s[3], s[4]}};
+}
+
+template <>
 PlanShape shape_of(const Call& call) {
   const int64_t* s = call.shape;
   return {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9] != 0};
@@ -138,6 +144,15 @@ Outcome run_gather(const Call& call) {
           })};
 }
 
+Outcome run_host_write(const Call& call) {
+  const auto tiled = tile_host_write(shape_of<HostWriteShape>(call), call.options.cores);
+  if (!tiled.ok()) return {tiled.refusal, {}};
+  const auto* a = call.args;
+  return {"", launch_of(call).run([&] {
+            kvoffload_host_write(a[0].data, a[1].data, a[2].data, a[3].data, a[4].data, a[5].data, tiled.data);
+          })};
+}
+
 Outcome run_plan(const Call& call) {
   const auto tiled = tile_dsa_plan(shape_of<PlanShape>(call), call.options.cores);
   if (!tiled.ok()) return {tiled.refusal, {}};
@@ -166,6 +181,7 @@ const std::map<std::string, Operator>& operators() {
       {"dsa_serve_compact", {14, 10, run_serve_compact}},
       {"dsa_install", {10, 8, run_install}},
       {"gather_selection", {14, 11, run_gather}},
+      {"host_write", {6, 5, run_host_write}},
       {"dsa_plan", {16, 10, run_plan}},
   };
   return table;
@@ -192,6 +208,10 @@ std::string describe(const Data& data)
 }
 
 std::string describe(const ServeCompactTiling& data) {
+  return "group " + std::to_string(data.group) + '\n' + describe(data.rows);
+}
+
+std::string describe(const HostWriteTiling& data) {
   return "group " + std::to_string(data.group) + '\n' + describe(data.rows);
 }
 
@@ -266,6 +286,7 @@ int32_t kernels_tile(const char* name, const int64_t* shape, int32_t shape_count
   if (op == "gather_selection") {
     return tell(tile_gather_selection(shape_of<GatherShape>(call), cores), text, text_bytes);
   }
+  if (op == "host_write") return tell(tile_host_write(shape_of<HostWriteShape>(call), cores), text, text_bytes);
   const auto shape_of_plan = shape_of<PlanShape>(call);
   const auto tiled = tile_dsa_plan(shape_of_plan, cores);
   put(tiled.ok() ? describe_plan(shape_of_plan, tiled.data) : tiled.refusal, text, text_bytes);

@@ -20,6 +20,8 @@
 #include "../dsa_serve_compact/op_host/dsa_serve_compact_tiling.h"
 #include "../gather_selection/op_host/gather_selection_launch.h"
 #include "../gather_selection/op_host/gather_selection_tiling.h"
+#include "../host_write/op_host/host_write_launch.h"
+#include "../host_write/op_host/host_write_tiling.h"
 #include "tensors.h"
 
 namespace kvoffload::ascendc {
@@ -272,7 +274,28 @@ Tensor gather_selection_rows(at::IntArrayRef host, int64_t host_blocks, int64_t 
   return reports;
 }
 
-// Maps host memory (whole pages) for the device; returns the address kernels read it at.
+Tensor host_write_rows(at::IntArrayRef host, int64_t host_blocks, int64_t block_size, at::TensorList new_rows,
+                       const Tensor& slot_mapping) {
+  const c10::OptionalDeviceGuard guard(slot_mapping.device());
+  const Components fresh = components_of("new_rows", new_rows, {-1});
+  const Components target = host_components(host, fresh);
+  const int64_t tokens = new_rows[0].size(0);
+  check_tensor("slot_mapping", slot_mapping, kInt, {tokens});
+  if (tokens == 0) return new_reports(slot_mapping).zero_();
+  const HostWriteShape shape{tokens, host_blocks, block_size, {fresh.row_bytes[0], fresh.row_bytes[1]}};
+  const Tiled<HostWriteTiling> tiled = tile_host_write(shape, vector_cores());
+  const HostWriteTiling& tiling = accepted("host_write_rows", tiled);
+  const Tensor reports = new_reports(slot_mapping);
+  const HostWritePointers pointers{{target.data[0], target.data[1]},
+                                   {fresh.data[0], fresh.data[1]},
+                                   address(slot_mapping),
+                                   address(reports)};
+  enqueue("kvoffload_host_write",
+          [tiling, pointers, reports](void* stream) { launch_host_write(stream, tiling, pointers); });
+  return reports;
+}
+
+// Maps host memory (whole pages) for the device; returns the address kernels reach it at.
 int64_t host_register(int64_t data, int64_t bytes) {
   void* mapped = nullptr;
   const aclError error = aclrtHostRegister(reinterpret_cast<void*>(static_cast<uintptr_t>(data)),
@@ -308,6 +331,8 @@ TORCH_LIBRARY_FRAGMENT(kvoffload, m) {
   m.def("gather_selection_rows(int[] host, int host_blocks, int block_size, Tensor[] new_rows, "
         "Tensor(a!)[] selection, Tensor(b!) status, Tensor topk, Tensor query_start_loc, Tensor seq_lens, "
         "Tensor rows, Tensor block_table, Tensor(c!) lengths) -> Tensor");
+  m.def("host_write_rows(int[] host, int host_blocks, int block_size, Tensor[] new_rows, Tensor slot_mapping) "
+        "-> Tensor");
   m.def("host_register(int data, int bytes) -> int", &host_register);
   m.def("host_unregister(int data) -> ()", &host_unregister);
 }
@@ -317,6 +342,7 @@ TORCH_LIBRARY_IMPL(kvoffload, PrivateUse1, m) {
   m.impl("dsa_serve_rows", &dsa_serve_rows);
   m.impl("dsa_serve_compact_rows", &dsa_serve_compact_rows);
   m.impl("dsa_install_rows", &dsa_install_rows);
+  m.impl("host_write_rows", &host_write_rows);
   m.impl("gather_selection_rows", &gather_selection_rows);
 }
 
@@ -324,6 +350,7 @@ TORCH_LIBRARY_IMPL(kvoffload, Meta, m) {
   m.impl("dsa_serve_rows", fake_of(&dsa_serve_rows));
   m.impl("dsa_serve_compact_rows", fake_of(&dsa_serve_compact_rows));
   m.impl("dsa_install_rows", fake_of(&dsa_install_rows));
+  m.impl("host_write_rows", fake_of(&host_write_rows));
   m.impl("gather_selection_rows", fake_of(&gather_selection_rows));
 }
 

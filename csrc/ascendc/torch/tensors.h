@@ -25,7 +25,7 @@ struct Components {
 // `rows`: one or two uint8 tensors whose shapes agree but for the last dimension.
 Components components_of(const char* name, at::TensorList rows, at::IntArrayRef shape);
 
-// Rows that a kernel reads at their device-visible address, as host_register returned it.
+// Rows that a kernel reaches at their device-visible address, as host_register returned it.
 Components host_components(at::IntArrayRef addresses, const Components& like);
 
 void check_same_rows(const char* name, const Components& rows, const Components& like);

@@ -4,6 +4,7 @@
 #include "../../../csrc/ascendc/dsa_serve/op_host/dsa_serve_launch.h"
 #include "../../../csrc/ascendc/dsa_serve_compact/op_host/dsa_serve_compact_launch.h"
 #include "../../../csrc/ascendc/gather_selection/op_host/gather_selection_launch.h"
+#include "../../../csrc/ascendc/host_write/op_host/host_write_launch.h"
 #include "acl/acl.h"
 #include "tiling/platform/platform_ascendc.h"
 #include "torch_npu/csrc/core/npu/NPUStream.h"
@@ -16,6 +17,7 @@ void launch_dsa_serve(void*, const ServeTiling&, const ServePointers&) {}
 void launch_dsa_serve_compact(void*, const ServeCompactTiling&, const ServeCompactPointers&) {}
 void launch_dsa_install(void*, const InstallTiling&, const InstallPointers&) {}
 void launch_gather_selection(void*, const GatherTiling&, const GatherPointers&) {}
+void launch_host_write(void*, const HostWriteTiling&, const HostWritePointers&) {}
 
 }  // namespace kvoffload::ascendc
 

@@ -17,7 +17,7 @@ import torch
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.config import ConfigError
-from vllm_kvoffload.platforms.ascend.rows import SplitRows
+from vllm_kvoffload.platforms.ascend.rows import PortableRows, Scatter, SplitRows, check_range
 from vllm_kvoffload.runtime.base import Event
 from vllm_kvoffload.sparse.stats import OffloadStats
 from vllm_kvoffload.sparse.step_state import StepState
@@ -158,6 +158,32 @@ class DeviceCounters:
                 f"the AscendC kernels left {refused} rows alone whose block or slot is out of bounds: what "
                 "attention has read is wrong"
             )
+
+
+class KernelRows(PortableRows):
+    """Rows moved by torch, except that a kernel writes new ones to the host pool.
+
+    Args:
+        kernels: torch.ops.kvoffload with the AscendC library; the others are those of :class:`PortableRows`.
+    """
+
+    def __init__(
+        self,
+        row_bytes: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        scatter: Scatter,
+        kernels: Any,
+    ) -> None:
+        super().__init__(row_bytes, dtype, device, scatter)
+        self._kernels = kernels
+
+    def host_write(self, host: SplitRows, new_rows: SplitRows, slot_mapping: torch.Tensor) -> None:
+        """Queues the kernel on the current stream. Raises ValueError: a slot beyond the pool."""
+        blocks, block_size = host.parts[0].shape[:2]
+        check_range("slot_mapping", slot_mapping[slot_mapping >= 0], blocks * block_size)
+        (slots,) = upload([slot_mapping], self._device)
+        self._kernels.host_write_rows(list(host.addresses), blocks, block_size, list(new_rows.parts), slots)
 
 
 class RowKernels:

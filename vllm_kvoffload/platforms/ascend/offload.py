@@ -20,7 +20,7 @@ from vllm_kvoffload.platforms.ascend.host_memory import (
     SegmentMemory,
     load_offload,
 )
-from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, load_kernels
+from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, KernelRows, load_kernels
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows
 from vllm_kvoffload.platforms.engine import prefill_buffers
 from vllm_kvoffload.platforms.parts import RankGroup, WorkerOffload, open_recorder, open_segment, rank_barrier
@@ -202,7 +202,7 @@ def open_parts(
     pool = open_segment(layout, config, group, barrier)
     if kernels is not None:
         memory = SegmentMemory(pool, kernels.host_register, kernels.host_unregister)
-        return memory, PortableRows(*basics), kernels
+        return memory, KernelRows(*basics, kernels), kernels
     logger.warning(
         "Neither MemFabric's offload module nor the AscendC kernels (%s) are there: rows are moved by torch, "
         "slowly. See docs/ascend.md.",
