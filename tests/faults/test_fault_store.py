@@ -21,6 +21,8 @@ FULL = pytest.mark.faults_full
 UNTOUCHED = (FINISHING, STREAMING)
 """Phases in which prefill has computed everything."""
 FOR_A_WHILE_S = 2.0
+ANY_POLICY = pytest.mark.parametrize("store", ["recompute"], indirect=True)
+"""Where the store loses nothing, what is done about that makes no difference."""
 
 
 @pytest.fixture(scope="module", params=["recompute", pytest.param("fail", marks=FULL)])
@@ -99,10 +101,9 @@ def test_evicted_between_lookup_and_use(store):
         assert {client.complete for client in asked} == {store.policy == "recompute"}
 
 
+@ANY_POLICY
 def test_progress(store):
     """Prefill uses a layer's memory again once decode says that it has read it, which comes late here."""
-    if store.policy != "recompute":
-        pytest.skip("nothing is lost: the policy makes no difference")
     scenes = [Scene(store.cluster, f"Progress {action}", (PULLING,), again=False) for action in ACTIONS]
     for scene, action in zip(scenes, ACTIONS, strict=True):
         client = scene.add(PULLING, store.cluster.client(600))
@@ -114,6 +115,7 @@ def test_progress(store):
 
 
 @FULL
+@ANY_POLICY
 def test_no_progress_at_all(store):
     """Prefill doesn't wait for ever: the transfer is given up, and others go on."""
     with Scene(store.cluster, f"every Progress lost ({store.policy})") as scene:
@@ -126,6 +128,7 @@ def test_no_progress_at_all(store):
 
 
 @FULL
+@ANY_POLICY
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_stopped(store, name):
     what = f"joint: {name} stopped, longer than the lease ({store.policy})"
@@ -136,6 +139,7 @@ def test_stopped(store, name):
 
 
 @FULL
+@ANY_POLICY
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_killed(store, name):
     cluster = store.cluster
@@ -147,6 +151,7 @@ def test_killed(store, name):
 
 
 @FULL
+@ANY_POLICY
 def test_clients_that_go_away(store):
     cluster = store.cluster
     with Scene(cluster, f"joint: client goes away ({store.policy})") as scene:
@@ -164,6 +169,7 @@ def test_clients_that_go_away(store):
 
 
 @FULL
+@ANY_POLICY
 def test_preempted(store):
     """Prefill runs out of blocks: what was preempted comes back, with what the store has of it."""
     cluster = store.cluster
