@@ -25,6 +25,11 @@ STORE_GB=${STORE_GB:-4}                       # with a store: its host memory; w
 META_PORT=${META_PORT:-5000}                  # with memcache: of the MetaService; its config store is at 1000 more
 PROTOCOL=${PROTOCOL:-device_sdma}             # with memcache: device_sdma on A3 with HCCS, device_rdma on A2
 
+case $STORE in
+  none | local | memcache) ;;
+  *) echo "STORE is none, local or memcache, not $STORE" >&2; exit 2 ;;
+esac
+
 if [[ $PLATFORM == cpu ]]; then
   make setup
   export PATH=$PWD/.venv/bin:$PATH

@@ -34,6 +34,11 @@ STORE_GB=${STORE_GB:-4}                       # with a store: host memory of eac
 META_PORT=${META_PORT:-5000}                  # with memcache: of the MetaService; its config store is at 1000 more
 PROTOCOL=${PROTOCOL:-device_sdma}             # with memcache: device_sdma on A3 with HCCS, device_rdma on A2
 
+case $STORE in
+  none | local | memcache) ;;
+  *) echo "STORE is none, local or memcache, not $STORE" >&2; exit 2 ;;
+esac
+
 ROLE=${1:-}
 case $ROLE in
   prefill) NODE=$PREFILL_HOST ;;

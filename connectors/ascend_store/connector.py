@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from vllm_kvoffload.layerwise.pipeline import LayerMemory, LayerPipeline, Limits
 from vllm_kvoffload.layerwise.slot_gate import ReadGuard
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import STORE, StatsChannel
+from vllm_kvoffload.platforms.parts import rank_barrier
 from vllm_kvoffload.runtime import Runtime
 from vllm_kvoffload.store import Role, Store, handshake, make_store
 
@@ -145,7 +147,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if owner:
             self._store = self._make_store("owner", caches)
         if group.world_size > 1:
-            torch.distributed.barrier(group.cpu_group)
+            rank_barrier(group.cpu_group)()
         if self._store is None:
             self._store = self._make_store("rank", caches)
         self._store.register(layout.regions)
@@ -240,14 +242,15 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         runtime, self._runtime = self._runtime, None
-        if runtime is not None:
-            runtime.shutdown()
         store, self._store = self._store, None
-        if store is not None:
-            store.close()
+        channel, self._channel = self._channel, None
         self._worker = None
-        if self._channel is not None:
-            self._channel.close()
+        with ExitStack() as stack:  # also when a copy hangs, of which the runtime tells
+            for part in (channel, store):
+                if part is not None:
+                    stack.callback(part.close)
+            if runtime is not None:
+                stack.callback(runtime.shutdown)
 
     # ------------------------------------------------------------------------------------- scheduler side
 

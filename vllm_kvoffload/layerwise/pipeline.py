@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -23,7 +24,14 @@ import numpy as np
 from vllm_kvoffload.layerwise.buffer_plan import BufferPlan
 from vllm_kvoffload.layerwise.slot_gate import COMPUTE, SAVE, ReadGuard, SlotGates, Storage
 from vllm_kvoffload.log import get_logger
-from vllm_kvoffload.runtime.base import Event, Runtime, RuntimeFault, TaskFailedError, WaitTimeoutError
+from vllm_kvoffload.runtime.base import (
+    Event,
+    Runtime,
+    RuntimeClosedError,
+    RuntimeFault,
+    TaskFailedError,
+    WaitTimeoutError,
+)
 from vllm_kvoffload.store.base import CopySpans, Direction, Int64Array, Store, StoreError
 
 logger = get_logger(__name__)
@@ -258,7 +266,8 @@ class LayerPipeline:
         of lost requests only; what a save that is given up reads is not published."""
         if not state.hung:
             state.hung = reason
-            self._stuck += [stream.record("given up") for stream in (self._loads, self._saves)]
+            with suppress(RuntimeClosedError):  # a load that waits while the engine shuts down
+                self._stuck += [stream.record("given up") for stream in (self._loads, self._saves)]
             self.gates.begin_step()
             self.gates.notify()
 
@@ -269,12 +278,11 @@ class LayerPipeline:
         if not self._step.requests or position in state.done:
             return
         state.done.add(position)
-        computed = self._runtime.current_stream().record(f"layer {index} computed")
-        saving = bool(len(self._step.saves))
-        if state.hung:
-            computed.wait(self._limits.deadline_s)
+        if state.hung:  # nothing is moved any more: `finish` waits for the computation
             self.gates.release(position, COMPUTE)
             return
+        computed = self._runtime.current_stream().record(f"layer {index} computed")
+        saving = bool(len(self._step.saves))
         if saving:
             self.gates.hold(position, SAVE)
         if saving or not computed.query():
@@ -358,9 +366,9 @@ class LayerPipeline:
     def _acquire(self, position: int) -> None:
         """Waits for a layer's gates; what still holds them at the deadline costs its requests."""
         requests, state, limits = self._step.requests, self._state, self._limits
-        held = self.gates.wait(position, requests, max(limits.deadline_s, limits.reads_s))
-        for blocker in held:
-            reason = f"its memory was not free after {limits.deadline_s:g} s: {blocker}"
+        limit_s = max(limits.deadline_s, limits.reads_s)
+        for blocker in self.gates.wait(position, requests, limit_s):
+            reason = f"its memory was not free after {limit_s:g} s: {blocker}"
             if blocker.request:
                 if self._guard is not None:
                     self._guard.give_up([blocker.request], reason, False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from vllm_kvoffload.runtime.base import (
@@ -209,12 +210,13 @@ class NpuRuntime:
             synchronize(max(0.0, limit_s - (time.monotonic() - start)))
 
     def shutdown(self, deadline_s: float | None = None) -> None:
-        try:
-            for lane in self._lanes:  # their kernels read memory that is freed next
-                lane.synchronize(deadline_s)
-        finally:
-            self._lanes.clear()
-            self._threads.shutdown(deadline_s)
+        with ExitStack() as stack:  # all of them, though one may fail
+            stack.callback(self._threads.shutdown, deadline_s)
+            stack.callback(self._lanes.clear)
+            # Kernels read memory that is freed next.
+            stack.callback(self._compute.synchronize, deadline_s)
+            for lane in self._lanes:
+                stack.callback(lane.synchronize, deadline_s)
 
 
 _conforms: type[Runtime] = NpuRuntime  # checked by mypy

@@ -153,12 +153,12 @@ class ServiceWatch:
             if connections.setdefault(os.fstat(made.fileno()).st_ino, made) is not made:
                 made.close()  # another watch's duplicate
         self._ended &= connections.keys()
-        poller = select.poll()
-        poller.register(self._wake_fd, select.POLLIN)
         watched = {made.fileno(): inode for inode, made in connections.items() if inode not in self._ended}
-        for fd in watched:
-            poller.register(fd, select.POLLRDHUP)
         try:
+            poller = select.poll()
+            poller.register(self._wake_fd, select.POLLIN)
+            for fd in watched:
+                poller.register(fd, select.POLLRDHUP)
             # Without a connection there is nothing to see here: failing calls tell of the loss then.
             events = dict(poller.poll(None if watched else SEEK_S * 1000))
         finally:

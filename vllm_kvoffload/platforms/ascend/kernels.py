@@ -183,6 +183,7 @@ class KernelRows(PortableRows):
         blocks, block_size = host.parts[0].shape[:2]
         check_range("slot_mapping", slot_mapping[slot_mapping >= 0], blocks * block_size)
         (slots,) = upload([slot_mapping], self._device)
+        # Its report counts slots that don't exist, of which there are none after this check.
         self._kernels.host_write_rows(list(host.addresses), blocks, block_size, list(new_rows.parts), slots)
 
 

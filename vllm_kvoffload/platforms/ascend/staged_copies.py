@@ -81,12 +81,12 @@ class StagedCopies:
         stage_range = np.array([[base, base + len(stage)]], dtype=np.int64)
         if direction == "load":
             copy_host(staged, direction, object_ranges, stage_range)
-        for part, at, count in self._runs(spans, offsets):
+        for part, at, count in list(self._runs(spans, offsets)):  # all are checked before any is queued
             host = stage[at : at + count]
             (part if direction == "load" else host).copy_(
                 host if direction == "load" else part, non_blocking=True
             )
-        self._npu.current_stream().synchronize()
+        self._npu.current_stream().synchronize()  # no deadline here: the pipeline has one
         if direction == "save":
             copy_host(staged, direction, object_ranges, stage_range)
 
