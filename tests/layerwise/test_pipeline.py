@@ -10,7 +10,7 @@ import pytest
 from pipeline_world import BLOCK, LAYERS, StoreError, World, accept, run, value
 
 from vllm_kvoffload.layerwise import pipeline as module
-from vllm_kvoffload.layerwise.pipeline import LayerPipeline, Limits, pieces
+from vllm_kvoffload.layerwise.pipeline import LayerPipeline, Limits, Rows, Step, pieces
 from vllm_kvoffload.layerwise.slot_gate import Blocker, SlotGates
 from vllm_kvoffload.store.base import CopySpans
 
@@ -184,6 +184,23 @@ def test_a_copy_that_hangs_costs_one_deadline_and_not_one_for_each_layer(directi
     world.check_store()
     assert not world.wrong
     world.close()
+
+
+def test_shutting_down_while_a_load_waits_for_its_memory():
+    """The load gives up when the streams take nothing any more: that is no failure of theirs."""
+    world = World(6, shared=1, independent=(), delays=False, limits=Limits(deadline_s=0.3))
+    request = world.add(8)
+    assert world.step({0: 4}) == {}
+    gate = threading.Event()
+    world.store.refuse = lambda _address, what: gate.wait(60) if what == "save" else None
+    loads, saves = ([(request.objects[n], request.blocks[n], 0, BLOCK, 0)] for n in (0, 1))
+    world.pipeline.begin(Step(("0",), Rows.of(loads), Rows.of([]), Rows.of(saves), BLOCK))
+    first = world.plan.layers[0].index
+    world.pipeline.wait_layer(first)
+    world.pipeline.layer_done(first)  # its save hangs, and the next layer's load waits for that
+    threading.Timer(1.0, gate.set).start()
+    world.runtime.shutdown(30)
+    assert "its memory was not free" in world.pipeline._state.hung
 
 
 def test_a_reader_that_never_reads_loses_its_transfer_and_not_the_request():
