@@ -42,8 +42,7 @@ def compare_all(
         ("glm-tiny-mtp", 1, {"topk_buffer_size": 128}),  # the smallest for one draft
         ("glm-tiny-mtp", 3, {"topk_buffer_size": 256, "policy": "fifo"}),
         ("glm-tiny-mtp", 3, {"topk_buffer_size": 1024, "prefill_buffers": 5, "ways": 32}),
-        ("dsv32-tiny-mtp", 1, {"topk_buffer_size": 256, "policy": "clock"}),
-        ("dsv32-tiny-mtp", 3, {"topk_buffer_size": 256}),
+        ("dsv32-tiny-mtp", 3, {"topk_buffer_size": 256, "policy": "clock"}),
     ],
 )
 def test_same_results(lab, model, drafts, offload):
@@ -59,14 +58,13 @@ def test_preemption(lab):
     assert len(set(result.trace.preempted)) >= 2
 
 
-@pytest.mark.parametrize("model", ["glm-tiny-mtp", "dsv32-tiny-mtp"])
-def test_a_request_as_long_as_the_model(lab, model):
+def test_a_request_as_long_as_the_model(lab):
     """While one is at its end, vLLM runs no MTP layer for anybody, and never writes what it left out.
 
     The others' later drafts then depend on what was in these places before; their tokens don't.
     """
-    reference = lab.reference("full", model, **mtp(3))
-    result = lab.run("full", model, {"topk_buffer_size": 256}, **mtp(3))
+    reference = lab.reference("full", "glm-tiny-mtp", **mtp(3))
+    result = lab.run("full", "glm-tiny-mtp", {"topk_buffer_size": 256}, **mtp(3))
     assert any(set(ids) == {0} for step in result.trace.drafts for ids in step.values())
     assert_same_tokens(result.outcomes, reference.outcomes)
 
