@@ -209,7 +209,7 @@ class StoreWorker:
             current.saves.append((written.address, held.blocks[number], 0, rows, owner))
 
     def _reserve(self, current: Current, named: Sequence[tuple[int, str]]) -> list[int]:
-        """Opens objects for writing. Blocks of keys that exist, but can't be read yet."""
+        """Opens objects for writing. Blocks that exist under their keys, but can't be read there yet."""
         if not named:
             return []
         keys = [key for _, key in named]
@@ -218,15 +218,18 @@ class StoreWorker:
         except StoreError as error:
             logger.warning("the store takes nothing: %s", error)
             return []
-        existing = []
+        held, existing, again = current.held, [], []
         for (number, key), result in zip(named, granted, strict=True):
             if isinstance(result, WriteObject):
                 current.writes.append((number, result))
-            elif result is WriteRefusal.EXISTS and number not in current.held.pins:
-                existing.append((current.held, number, key))
+            elif result is WriteRefusal.EXISTS and not self._is_shared(held, number):
+                if number in held.pins:  # of its first rows, which this step still loads
+                    again.append(number)
+                else:
+                    existing.append((held, number, key))
         if existing:
             self._open(existing, time.monotonic())
-        return [number for held, number, _ in existing if number not in held.pins]
+        return again + [number for _, number, _ in existing if number not in held.pins]
 
     def _partial(self, step: StoreStep, number: int) -> str:
         end = min((number + 1) * self._block_size, step.end)
