@@ -230,7 +230,8 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is not None:
             self._worker.release(finished_req_ids)
-            self._publish(self._worker)  # the last request's end may be the last step for long
+            if finished_req_ids:  # they let go of objects, and the next step may be long in coming
+                self._publish(self._worker)
         return None, None
 
     def _publish(self, worker: StoreWorker) -> None:

@@ -136,7 +136,8 @@ class KernelDelivery(_KernelPlanning):
             self._lane.join(fetch)
         elif step.decode_late:
             store.await_layer(layer)
-        self._count(self._serve(layer, on, self._taken(new_rows, on), misses=fetch is None))
+        fresh = self._taken(new_rows, on)
+        self._counters.count_fetch(self._serve(layer, on, fresh, misses=fetch is None))
         if layer == pool.group.owner and not step.decode_late:
             for follower in pool.group.layers[1:]:
                 self._fetches[follower] = self._lane.submit(self._prefetch, follower, on)
@@ -144,16 +145,13 @@ class KernelDelivery(_KernelPlanning):
         return Delivered(hot.layers[layer], self._indices, on.tokens, on.token_rows, hot.num_slots)
 
     def _prefetch(self, layer: int, on: DeviceBatch) -> None:
-        self._count(self._serve(layer, on, None, misses=True))
+        self._counters.count_fetch(self._serve(layer, on, None, misses=True))
 
     def _serve(
         self, layer: int, on: DeviceBatch, new_rows: SplitRows | None, *, misses: bool
     ) -> torch.Tensor:
         host, hot = self._parts.store.layers[layer], self._parts.hot.layers[layer]
         return self._moves.fetch(host, hot, on, self._plan, new_rows, misses=misses)
-
-    def _count(self, reports: torch.Tensor) -> None:
-        self._counters.count_fetch(reports)
 
     def join(self) -> bool:
         for fetch in self._fetches.values():
