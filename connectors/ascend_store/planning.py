@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 OBJECT_ALIGNMENT = 4096
 """Stores give objects multiples of this many bytes."""
 
+SCHEDULER = "vllm_kvoffload.connectors.ascend_store.lost_steps.LostStepScheduler"
+
 
 def store_options(vllm_config: VllmConfig) -> AscendStoreConfig | None:
     """The engine's options, None without the connector. Raises ConfigError."""
@@ -135,10 +137,23 @@ def refuse_unless_possible(vllm_config: VllmConfig, index_topk: int | None) -> N
         rule = "layers that share buffers are loaded between kernels, which a compiled graph has no place for"
         fix = 'pass --enforce-eager, or set layerwise_independent_layers to "all"'
         raise ConfigError("enforce_eager", False, rule, fix)
+    chosen = vllm_config.scheduler_config.scheduler_cls
+    if chosen not in (None, SCHEDULER):
+        rule = f"{CONNECTOR} needs a scheduler that drops what a step computed over lost KV"
+        raise ConfigError("scheduler_cls", chosen, rule, "leave --scheduler-cls out")
     transfer = vllm_config.kv_transfer_config
     if plan.has_reuse and transfer is not None and transfer.kv_connector in MULTI_CONNECTORS:
         _check_multi(transfer)
     key_space(vllm_config)
+
+
+def use_scheduler(vllm_config: VllmConfig) -> None:
+    """Gives an engine with the connector its scheduler; after `refuse_unless_possible`."""
+    if store_options(vllm_config) is None:
+        return
+    vllm_config.scheduler_config.scheduler_cls = SCHEDULER
+    # The next step would be on its way before it is known what this one lost.
+    vllm_config.scheduler_config.async_scheduling = False
 
 
 def _check_multi(transfer: KVTransferConfig) -> None:

@@ -81,6 +81,7 @@ class StoreWorker:
         self._publishes, self._shares, self._agree = publishes, shares, agree
         self._requests: dict[str, Held] = {}
         self._step: list[Current] = []
+        self._trusted = True  # no copy of an earlier step may write into what this one computes
         self._invalid: set[int] = set()
         self._unquiet_writes: list[WriteObject] = []
         self._unquiet_reads: list[ReadObject] = []
@@ -107,6 +108,7 @@ class StoreWorker:
                 computed=sum(self._new_rows(current) for current in self._step),
             )
         )
+        self._trusted = self.pipeline.quiet
         for number, current in enumerate(self._step):
             if current.reason:
                 self.pipeline.fail(number, current.reason)
@@ -308,7 +310,8 @@ class StoreWorker:
         step, held, size = current.step, current.held, self._block_size
         logger.warning("request %s lost its KV: %s", step.req_id, reason)
         first = current.first_lost
-        self._invalid.update(held.blocks[first : -(-step.computed // size)])
+        end = step.computed if self._trusted else step.end
+        self._invalid.update(held.blocks[first : -(-end // size)])
         held.stored = min(held.stored, first)
         held.resident = min(held.resident, first * size)
         held.partials = {number: key for number, key in held.partials.items() if number < first}

@@ -24,6 +24,7 @@ from vllm_ascend.platform import NPUPlatform
 
 from vllm_kvoffload import plugin
 from vllm_kvoffload.connectors.ascend_store.connector import AscendStoreConnector
+from vllm_kvoffload.connectors.ascend_store.planning import SCHEDULER
 from vllm_kvoffload.connectors.multi import KVOffloadMultiConnector
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.platforms.ascend import (
@@ -259,6 +260,28 @@ def test_init_device_makes_our_runner_and_the_name_is_put_back() -> None:
         assert module.NPUModelRunner is runner.KVOffloadNPUModelRunner
     assert module.NPUModelRunner is original
     assert "NPUModelRunner(self.vllm_config, self.device)" in inspect.getsource(module.NPUWorker.init_device)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_the_scheduler_drops_a_first_step_over_lost_blocks(recompute: bool) -> None:
+    from vllm.config import SchedulerConfig
+
+    config = SchedulerConfig.default_factory(scheduler_cls=SCHEDULER)
+    scheduler: Any = object.__new__(config.get_scheduler_cls())
+    blocks = {"first": [1, 2], "later": [3, 4, 5], "other": [6, 7]}
+    computed = {"first": 200, "later": 300, "other": 250}
+    evicted: set[int] = set()
+    scheduler.running = [SimpleNamespace(request_id=n, num_computed_tokens=c) for n, c in computed.items()]
+    scheduler.skipped_waiting, scheduler.failed_recving_kv_req_ids = [], set()
+    scheduler.block_size, scheduler.recompute_kv_load_failures = 128, recompute
+    scheduler.kv_cache_manager = SimpleNamespace(
+        get_block_ids=lambda name: (blocks[name],), evict_blocks=evicted.update
+    )
+    lost = scheduler._handle_invalid_blocks({2, 4}, {"first": 200, "later": 44, "other": 100})
+    assert lost == {"first", "later"}
+    after = {request.request_id: request.num_computed_tokens for request in scheduler.running}
+    assert after == {"first": 0 if recompute else 200, "later": 128, "other": 250}
+    assert evicted == (set() if recompute else {1, 2, 4, 5})
 
 
 # -------------------------------------------------------------------------------------------------- memory

@@ -53,6 +53,7 @@ def engine(**changes: Any) -> Any:
         "additional": {"sparse_kv_offload_config": {"enabled": True, "topk_buffer_size": 4096}},
         "transfer": DECODE, "pp": 1, "pcp": 1, "dcp": 1, "v2": False, "eager": True, "mode": "NONE",
         "block_size": 128, "hybrid": False, "hf": HF, "speculative": None, "splits": [checks.ATTENTION_OP],
+        "scheduler": None,
         **changes,
     }  # fmt: skip
     transfer = given["transfer"]
@@ -73,7 +74,7 @@ def engine(**changes: Any) -> Any:
         cache_config=SimpleNamespace(
             block_size=given["block_size"], cache_dtype="bfloat16", prefix_caching_hash_algo="sha256"
         ),
-        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        scheduler_config=SimpleNamespace(max_num_seqs=8, scheduler_cls=given["scheduler"]),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=given["pp"], prefill_context_parallel_size=given["pcp"],
             decode_context_parallel_size=given["dcp"], data_parallel_size=1, tensor_parallel_size=1,
@@ -132,6 +133,7 @@ REFUSED = [
             ({"pcp": 2}, "prefill_context_parallel_size"),
             ({"dcp": 2}, "decode_context_parallel_size"),
             ({"v2": True}, "VLLM_USE_V2_MODEL_RUNNER"),
+            ({"scheduler": "their.own.Scheduler"}, "scheduler_cls"),
             ({"hybrid": True}, "hybrid KV cache"),
             ({"block_size": 64}, "block_size"),
             ({"additional": {"enable_dsa_cp": True}}, "enable_dsa_cp"),

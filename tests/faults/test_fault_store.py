@@ -87,8 +87,8 @@ def test_a_copy_that_hangs(store, direction):
     with Scene(store.cluster, f"store: a {direction} hangs ({store.policy})", UNTOUCHED) as scene:
         scene.all_phases(fault.begin, "decode")
         wait_for(lambda: fault.hits == 1 and store.lost() > before, "no request lost anything")
-        late = scene.add(BEFORE, store.cluster.client(200))
-        late.start()
+        for to in ("proxy", "prefill"):
+            scene.add(BEFORE, store.cluster.client(200, to=to)).start()
         time.sleep(FOR_A_WHILE_S)
         fault.end()
 

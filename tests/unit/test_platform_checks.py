@@ -113,6 +113,7 @@ def test_shared_buffers_and_prefix_caching(checkpoint: Path) -> None:
         ({"layerwise_independent_layers": [4]}, {}, "there is no layer 4"),
         ({"layerwise_shared_buffers": 3}, {}, "did you mean 'layerwise_num_shared_buffers'"),
         ({"backend": "memcache"}, {}, "PYTHONHASHSEED=None"),
+        ({}, {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "scheduler_cls="),
     ],
 )
 def test_refused_stores(

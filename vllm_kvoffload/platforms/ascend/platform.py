@@ -16,6 +16,7 @@ from vllm_kvoffload.platforms.ascend.checks import (
     may_share_buffers,
     shared_plan,
     uses_our_connector,
+    uses_our_store,
 )
 from vllm_kvoffload.platforms.ascend.connectors import name_modules
 from vllm_kvoffload.platforms.engine import offload_config
@@ -59,6 +60,10 @@ class KVOffloadNPUPlatform(NPUPlatform):
         elif parallel.worker_cls != WORKER:
             rule = f"{SECTION} and its connector need a worker of their own"
             raise ConfigError("worker_cls", parallel.worker_cls, rule, "leave --worker-cls out")
+        if uses_our_store(vllm_config):
+            from vllm_kvoffload.connectors.ascend_store.planning import use_scheduler
+
+            use_scheduler(vllm_config)
         if shared_plan(vllm_config) is not None:
             # A block's KV outlives its step in the store only, where prefixes are found.
             vllm_config.cache_config.enable_prefix_caching = False

@@ -67,6 +67,8 @@ SYMBOLS = (
         "vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory.get_connector_class",
         "asks for the module path before the registry", ("kv_transfer_config",), where="platform",
     ),
+    Symbol("vllm.v1.core.sched.scheduler", "Scheduler._handle_invalid_blocks",
+           "what a step computed over lost KV is dropped", ("invalid_block_ids", "num_scheduled_tokens")),
     Symbol("vllm.config", "get_current_vllm_config_or_none", "whether the model built is offloaded", (),
            where="platform"),
     Symbol(_WORKER, "NPUWorker.init_device", "makes the model runner", ()),

@@ -91,10 +91,14 @@ def shares_buffers(vllm_config: VllmConfig) -> bool:
 
 
 def check_store(vllm_config: VllmConfig, index_topk: int | None) -> None:
-    """Refuses a configuration of the store connector that can't work. Raises ConfigError."""
-    from vllm_kvoffload.connectors.ascend_store.planning import refuse_unless_possible
+    """Refuses a configuration of the store connector that can't work, and gives others their scheduler.
+
+    Raises ConfigError.
+    """
+    from vllm_kvoffload.connectors.ascend_store.planning import refuse_unless_possible, use_scheduler
 
     refuse_unless_possible(vllm_config, index_topk)
+    use_scheduler(vllm_config)
 
 
 def share_index(vllm_config: VllmConfig) -> None:
