@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_kvoffload.config import SparseOffloadConfig
+from vllm_kvoffload.config import POLICIES, SparseOffloadConfig
 from vllm_kvoffload.geometry import Component, KVGeometry
 
 Keys = npt.NDArray[np.int64]
@@ -507,3 +507,24 @@ def make_plans(setup: Setup, seed: int, steps: int) -> tuple[list[StepPlan], Sch
         if plan is not None:
             plans.append(plan)
     return plans, scheduler
+
+
+def setup_for(seed: int, delivery: str = "in_place") -> Setup:
+    """A setup for each seed: both widths of a set, all policies, hot pools from the least that must do."""
+    rng = random.Random(seed)
+    ways, drafts = (16, 32)[seed % 2], (0, 1, 3, 0)[seed % 4]
+    topk = 32 // (1 + drafts) if ways == 32 else 16
+    least = topk * (1 + drafts)
+    return Setup(
+        index_topk=topk,
+        ways=ways,
+        slots=least * (1, 1, 2, 4)[seed // 4 % 4],
+        policy=POLICIES[seed % 3],
+        delivery=delivery,
+        drafts=drafts,
+        mtp_layers=rng.randint(0, 1) if drafts else 0,
+        pattern=rng.choice(["FSFSS", "FFF", "FSSS", "F"]),
+        prefill_buffers=rng.choice([1, 2, 3]),
+        reuse_newest=rng.random() < 0.5,
+        hold_ms=rng.choice([0.0, 1.0]),
+    )

@@ -1,4 +1,4 @@
-"""Metrics: layout, publishing and reading across processes, the collector, and the class that vLLM loads."""
+"""Metrics: layout, publishing and reading across processes, the collector, the lines in the log."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import subprocess
 import sys
 import time
 import timeit
-from collections.abc import Callable, Iterator
-from importlib import metadata
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from stats_writer import Writer
 
 from vllm_kvoffload.metrics import StatsChannel, WorkerStats, find_stats
 from vllm_kvoffload.metrics import collector as collector_module
@@ -37,81 +35,6 @@ imports_vllm = pytest.mark.slow  # seconds by itself, and more on a busy machine
 
 FIELDS = OFFLOAD.fields
 ZEROS = [0] * len(FIELDS)
-WRITER = """
-import os, sys, time
-from vllm_kvoffload.metrics import DECODE, OFFLOAD, PREFILL, StatsChannel
-from vllm_kvoffload.sparse.stats import OffloadStats
-
-instance, dp, tp, mode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-channel = StatsChannel(OFFLOAD, instance, dp, tp)
-channel.publish(OffloadStats(decode_steps=5, hits=90 + tp, misses=10, fetched_bytes=1 << 40), live_rows=2)
-if mode == "fork":
-    child = os.fork()
-    if not child:
-        channel.publish({"hits": 1})
-        time.sleep(60)
-    print(child, flush=True)
-print("ready", flush=True)
-step = 0
-while mode == "hammer":
-    step += 1
-    channel.publish({field.key: step for field in OFFLOAD.fields})
-for line in sys.stdin:
-    exec(line)
-"""
-
-
-class Writer:
-    """A worker process below this one; `send` runs a line of Python in it."""
-
-    def __init__(self, instance: str, dp: int = 0, tp: int = 0, mode: str = "wait") -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", WRITER, instance, str(dp), str(tp), mode],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.child = int(self._line()) if mode == "fork" else 0
-        assert self._line() == "ready"
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def send(self, code: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(code + "; print('done', flush=True)\n")
-        self.process.stdin.flush()
-        assert self._line() == "done"
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(10)
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Writer]]:
-    writers: list[Writer] = []
-
-    def start_one(*args: Any, **kwargs: Any) -> Writer:
-        writers.append(Writer(*args, **kwargs))
-        return writers[-1]
-
-    yield start_one
-    for writer in writers:
-        writer.kill()
-        for pipe in (writer.process.stdin, writer.process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                assert pipe is not None
-                pipe.close()
-        if writer.child:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(writer.child, signal.SIGKILL)
-
-
-@pytest.fixture
-def instance() -> str:
-    return f"test-{os.getpid()}-{time.time_ns()}"
 
 
 def stats_files() -> list[str]:
@@ -515,176 +438,3 @@ def test_report_has_a_line_for_each_side_of_transfers() -> None:
         "Engine 001: KV transfers from prefill: 3 requests received, 1 failed (read); 3 to come, 8.0 MB/s",
     ]
     assert report.lines(workers, 3.0) == []
-
-
-# -------------------------------------------------------------------------------------- the class vLLM loads
-
-
-def vllm_config(
-    instance_id: str, enabled: bool = True, tp: int = 1, additional: object = None, transfer: Any = None
-) -> Any:
-    """The part of a VllmConfig that the class reads."""
-    return SimpleNamespace(
-        kv_transfer_config=transfer,
-        instance_id=instance_id,
-        additional_config={"sparse_kv_offload_config": {"enabled": enabled}}
-        if additional is None
-        else additional,
-        parallel_config=SimpleNamespace(tensor_parallel_size=tp),
-        model_config=SimpleNamespace(served_model_name="glm"),
-    )
-
-
-@pytest.fixture
-def stat_logger(monkeypatch: pytest.MonkeyPatch) -> Any:
-    pytest.importorskip("vllm")
-    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
-    from vllm_kvoffload.metrics import stat_logger as module
-
-    monkeypatch.setattr(module, "REGISTRY", CollectorRegistry(auto_describe=True))
-    monkeypatch.setattr(module, "_registered", [])
-    return module
-
-
-@imports_vllm
-def test_entry_point_names_a_class_that_vllm_takes(stat_logger: Any) -> None:
-    tomllib = pytest.importorskip("tomllib")
-    from vllm.plugins import STAT_LOGGER_PLUGINS_GROUP
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    ((name, value),) = project["entry-points"][STAT_LOGGER_PLUGINS_GROUP].items()
-    others = [
-        key
-        for group in ("vllm.general_plugins", "vllm.platform_plugins")
-        for key in project["entry-points"][group]
-    ]
-    assert name not in others  # so VLLM_PLUGINS can leave it out alone
-    loaded = metadata.EntryPoint(name, value, STAT_LOGGER_PLUGINS_GROUP).load()
-    assert loaded is stat_logger.OffloadStatLogger
-    assert issubclass(loaded, StatLoggerBase)
-
-
-@imports_vllm
-@pytest.mark.parametrize(
-    "additional",
-    [
-        {"sparse_kv_offload_config": {"enabled": False}},
-        {},
-        {"sparse_kv_offload_config": {"enabld": True}},
-        object(),
-    ],
-)
-def test_without_offload_nothing_is_registered(
-    stat_logger: Any, instance: str, additional: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reader_module, "_search", lambda *_: pytest.fail("looked into /proc"))
-    logger = stat_logger.OffloadStatLogger(vllm_config(instance, additional=additional), engine_indexes=[0])
-    logger.log_engine_initialized()
-    logger.record(None, None, engine_idx=0)
-    logger.log()
-    assert generate_latest(stat_logger.REGISTRY) == b""
-
-
-def transfer(name: str, role: str, extra: object = None) -> Any:
-    return SimpleNamespace(kv_connector=name, kv_role=role, kv_connector_extra_config=extra or {})
-
-
-def multi(role: str, *names: str) -> Any:
-    return transfer(
-        "MultiConnector", role, {"connectors": [{"kv_connector": name, "kv_role": role} for name in names]}
-    )
-
-
-@imports_vllm
-@pytest.mark.parametrize(
-    ("enabled", "connector", "parts"),
-    [
-        (True, None, {"offload"}),
-        (False, transfer("SfaRemoteD2HConnector", "kv_producer"), {"prefill"}),
-        (True, transfer("SfaRemoteD2HConnector", "kv_consumer"), {"offload", "decode"}),
-        (False, transfer("AscendStoreConnector", "kv_producer"), {"store"}),
-        (False, transfer("NixlConnector", "kv_both"), set()),
-        (
-            False,
-            multi("kv_producer", "SfaRemoteD2HConnector", "AscendStoreConnector"),
-            {"prefill", "store"},
-        ),
-        (False, multi("kv_both", "NixlConnector", "X"), set()),
-        (False, transfer("MultiConnector", "kv_producer", {"connectors": 7}), set()),
-    ],
-)
-def test_the_parts_that_count_follow_the_configuration(
-    stat_logger: Any, enabled: bool, connector: Any, parts: set[str]
-) -> None:
-    config = vllm_config("x", enabled=enabled, transfer=connector)
-    assert stat_logger.counting_parts(config) == parts
-
-
-@imports_vllm
-def test_a_prefill_engine_without_offload_has_its_series(stat_logger: Any, instance: str) -> None:
-    channel = StatsChannel(PREFILL, instance, 0, 0)
-    channel.publish({"open_transfers": 1})
-    config = vllm_config(instance, enabled=False, transfer=transfer("SfaRemoteD2HConnector", "kv_producer"))
-    stat_logger.OffloadStatLogger(config, engine_indexes=[0])
-    text = generate_latest(stat_logger.REGISTRY).decode()
-    assert 'vllm:kvoffload_open_transfers{engine="0",model_name="glm",rank="0"} 1.0' in text
-    assert "hits" not in text
-
-
-@imports_vllm
-def test_multiprocess_mode_says_what_to_do(
-    stat_logger: Any, instance: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "somewhere")
-    stat_logger.OffloadStatLogger(vllm_config(instance), engine_indexes=[0]).log()
-    assert generate_latest(stat_logger.REGISTRY) == b""
-    assert "--api-server-count 1" in log.text
-
-
-@imports_vllm
-def test_vllms_manager_serves_all_engines_through_one_object(
-    stat_logger: Any,
-    start: Callable[..., Writer],
-    instance: str,
-    monkeypatch: pytest.MonkeyPatch,
-    log: pytest.LogCaptureFixture,
-) -> None:
-    from vllm.v1.metrics import loggers, prometheus
-
-    class NoSeries(loggers.AggregateStatLoggerBase):
-        """In place of vLLM's own series, which need a whole VllmConfig; it clears the registry as they do."""
-
-        def __init__(self, *_: object) -> None:
-            prometheus.unregister_vllm_metrics()  # type: ignore[no-untyped-call]
-
-        def record(self, *_: object, **__: object) -> None: ...
-
-        def log_engine_initialized(self) -> None: ...
-
-    monkeypatch.setattr(loggers, "PrometheusStatLogger", NoSeries)
-    monkeypatch.setattr(prometheus, "REGISTRY", stat_logger.REGISTRY)
-    writers = [start(instance, dp, 0) for dp in range(2)]
-    for generation in range(2):  # a second engine in the process takes the first one's place
-        manager = loggers.StatLoggerManager(
-            vllm_config(instance),
-            engine_idxs=[0, 1],
-            custom_stat_loggers=[stat_logger.OffloadStatLogger],
-            enable_default_loggers=False,
-        )
-        manager.log_engine_initialized()  # type: ignore[no-untyped-call]
-        for engine in range(2):
-            manager.record(None, None, engine_idx=engine)
-        manager.record_sleep_state(0, 0)
-        manager.record_admission_rejection("max_num_queued_reqs")
-        log.clear()
-        manager.log()  # type: ignore[no-untyped-call]
-        assert [record.getMessage()[:10] for record in log.records] == ["Engine 000", "Engine 001"]
-        manager.log()  # type: ignore[no-untyped-call]  # nothing happened since
-        assert len(log.records) == 2, generation
-        text = generate_latest(stat_logger.REGISTRY).decode()
-        assert text.count("vllm:kvoffload_hits_total{") == 2
-    for writer in writers:
-        writer.kill()
-    manager.log()  # type: ignore[no-untyped-call]
-    assert "hits_total{" not in generate_latest(stat_logger.REGISTRY).decode()
