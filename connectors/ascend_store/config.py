@@ -58,11 +58,11 @@ def parse_ascend_store(kv_role: str | None, extra: Mapping[str, Any]) -> AscendS
     )
     buffers = parse_buffer_options(shared, independent)
     if not layerwise:
+        rule, fix = "is without effect unless use_layerwise is true", "set use_layerwise to true"
         if shared is not None:
-            rule = "is without effect unless use_layerwise is true"
-            raise ConfigError(
-                f"{EXTRA}.layerwise_num_shared_buffers", shared, rule, "set use_layerwise to true"
-            )
+            raise ConfigError(f"{EXTRA}.layerwise_num_shared_buffers", shared, rule, fix)
+        if independent not in (None, "all"):
+            raise ConfigError(f"{EXTRA}.layerwise_independent_layers", independent, rule, fix)
         buffers = BufferOptions(None, "all")
     default_prefetch = min(buffers.num_shared_buffers or MAX_PREFETCH, MAX_PREFETCH)
     return AscendStoreConfig(

@@ -45,6 +45,15 @@ def test_without_layerwise_nothing_is_shared():
         ("kv_producer", {"prefill_pp_size": 2}, "pipeline parallelism is not supported"),
         ("kv_producer", {"local_dram_size_GB": 0}, "above 0"),
         ("kv_producer", {"use_layerwise": False}, "is without effect unless use_layerwise"),
+        (
+            "kv_producer",
+            {
+                "use_layerwise": False,
+                "layerwise_num_shared_buffers": None,
+                "layerwise_independent_layers": [1],
+            },
+            "layerwise_independent_layers=[1]",
+        ),
     ],
 )
 def test_refusals(role, options, message):
