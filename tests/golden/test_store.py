@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 
 import pytest
-from engine import worst_difference
+from engine import Job, worst_difference
 from lab import TINY
 from store_lab import DEEP, store_engine, store_worker, transfer_config
-from workloads import WORKLOADS
+from workloads import WORKLOADS, prompt
 
 from vllm_kvoffload.connectors.ascend_store import worker as worker_module
 from vllm_kvoffload.layerwise.pipeline import LayerPipeline
@@ -72,22 +73,40 @@ def test_preemption(lab):
 
 
 def test_drafts(lab):
-    """An MTP layer takes part; later drafts of a step find their buffer as it is."""
-    with store_engine(
-        lab,
-        transfer_config(2, [0]),
-        "glm-tiny-mtp",
-        speculative_config={"method": "mtp", "num_speculative_tokens": 2},
-    ) as runs:
+    """An MTP layer takes part; later drafts of a step find their buffer as it is. What a step computed over
+    KV that could not be loaded is not believed, though vLLM asks for losses before the step is over."""
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    transfer = transfer_config(2, [0], kv_load_failure_policy="recompute")
+    with store_engine(lab, transfer, "glm-tiny-mtp", speculative_config=drafts) as runs:
         outcomes = [runs.engine.run(WORKLOADS["mixed"].jobs) for _ in range(2)]
         accepted = sum(runs.engine.trace.accepted)
-    reference = lab.run(
-        "mixed", "glm-tiny-mtp", speculative_config={"method": "mtp", "num_speculative_tokens": 2}
-    )
+        prefixed = (Job(prompt(200, 5), max_tokens=8, prompt_logprobs=False),)
+        found = runs.engine.run(prefixed)
+        with _one_load_fails() as worker:
+            lost = runs.engine.run(prefixed)
+        assert worker.pipeline.stats.failed_requests == 1
+        assert worst_difference(lost, found) < TOLERANCE
+    reference = lab.run("mixed", "glm-tiny-mtp", speculative_config=drafts)
     assert accepted > 0
     assert accepted == sum(reference.trace.accepted)
     for got in outcomes:
         assert worst_difference(got, reference.outcomes) < TOLERANCE
+
+
+@contextmanager
+def _one_load_fails():
+    worker = store_worker()
+    store, failures = worker._store, [StoreError("of all requests"), StoreError("and of the one alone")]
+    copy = store.copy
+
+    def refuse(spans, direction):
+        if direction == "load" and failures:
+            raise failures.pop()
+        copy(spans, direction)
+
+    store.copy = refuse
+    yield worker
+    store.copy = copy
 
 
 def test_random_delays(lab, monkeypatch):

@@ -114,6 +114,20 @@ def rank_barrier(group: torch.distributed.ProcessGroup) -> Callable[[], None]:
     return barrier
 
 
+def add_late_losses(output: Any) -> None:
+    """Adds to a step's result the blocks that were lost in it, after a step that made drafts.
+
+    There vLLM asks the connector for lost blocks before it tells it that the step is over, which is when they
+    are known: they would come with the next step, after a token that was computed over them.
+    """
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    told = getattr(output, "kv_connector_output", None)
+    if told is not None and has_kv_transfer_group():
+        late = get_kv_transfer_group().get_block_ids_with_load_errors()
+        told.invalid_block_ids = told.invalid_block_ids | late
+
+
 def open_recorder(
     vllm_config: VllmConfig, config: SparseOffloadConfig, geometry: KVGeometry
 ) -> TraceRecorder | None:

@@ -26,6 +26,7 @@ from vllm_kvoffload.platforms.ascend.checks import ascend_geometry, shared_plan,
 from vllm_kvoffload.platforms.ascend.offload import AscendOffload
 from vllm_kvoffload.platforms.ascend.shared_caches import shared_caches
 from vllm_kvoffload.platforms.engine import offload_config
+from vllm_kvoffload.platforms.parts import add_late_losses
 from vllm_kvoffload.platforms.refusal import refuse
 
 logger = get_logger(__name__)
@@ -149,6 +150,7 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)
+        add_late_losses(output)
         if self.offload is not None:
             self.offload.publish()
         return output

@@ -25,6 +25,7 @@ from vllm_kvoffload.platforms.cpu.layer_loads import AwaitedKV
 from vllm_kvoffload.platforms.cpu.metadata import SparseMetadata
 from vllm_kvoffload.platforms.cpu.offload import CPUOffload
 from vllm_kvoffload.platforms.engine import offload_config
+from vllm_kvoffload.platforms.parts import add_late_losses
 from vllm_kvoffload.sparse.paged import PagedKV
 from vllm_kvoffload.sparse.step import StepBatch
 
@@ -163,6 +164,7 @@ class KVOffloadCPUModelRunner(CPUModelRunner):
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # vLLM decorates it
         output = super().sample_tokens(*args, **kwargs)  # drafts, too
+        add_late_losses(output)
         if self.offload is not None:
             self.offload.publish()
         return output
