@@ -1,8 +1,8 @@
-"""``MultiConnector`` for prefill engines whose layers share memory: store and remote decode agree on reuse.
+"""``MultiConnector`` for prefill engines with a store and remote decode, which must agree.
 
-vLLM's own calls its parts one after the other and leaves it at that. With shared buffers they depend on each
-other: a buffer may be used again when the store has saved it *and* every decode rank has read it, and what
-one of them loses must not be handed out by the other. Any other combination works as vLLM's does.
+vLLM's own calls its parts one after the other and leaves it at that. But what the store loses must not be
+handed to decode; and a buffer that layers share may be used again when the store has saved it *and* every
+decode rank has read it. Any other combination works as vLLM's does.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ class KVOffloadMultiConnector(multi_connector.MultiConnector):
         return next(part for part in self._connectors if isinstance(part, kind))
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        joined = bool(self._remotes) and any(store.shares_buffers for store in self._stores)
+        joined = bool(self._remotes) and bool(self._stores)
         for remote in self._remotes if joined else ():
-            remote.ask_for_progress()
+            remote.publish_last_layer_at_end()
+            if any(store.shares_buffers for store in self._stores):
+                remote.ask_for_progress()
         super().register_kv_caches(kv_caches)
         for store in self._stores if joined else ():
             (remote,) = self._remotes
@@ -62,8 +64,9 @@ class KVOffloadMultiConnector(multi_connector.MultiConnector):
             assert readers is not None
             assert worker is not None
             store.use_read_guard(readers, remote.lease_s)
-            readers.listen(worker.pipeline.gates.notify)
-            logger.info("Layer buffers are used again when the store has them and decode has read them")
+            if store.shares_buffers:
+                readers.listen(worker.pipeline.gates.notify)
+                logger.info("Layer buffers are used again when the store has them and decode has read them")
 
     def on_kv_cache_written(self, layer_name: str) -> None:
         """See `SfaRemoteD2HConnector`."""

@@ -23,7 +23,7 @@ from vllm_kvoffload.connectors.ascend_store.planning import (
     store_options,
 )
 from vllm_kvoffload.connectors.ascend_store.scheduler import StoreScheduler
-from vllm_kvoffload.connectors.ascend_store.worker import StoreWorker
+from vllm_kvoffload.connectors.ascend_store.worker import Loss, StoreWorker
 from vllm_kvoffload.connectors.device import current_npu, make_runtime
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout, layer_index
 from vllm_kvoffload.layerwise.buffer_plan import BufferPlan
@@ -190,9 +190,10 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def use_read_guard(self, guard: ReadGuard, lease_s: float) -> None:
-        """Another connector lets remote engines read the same buffers; a read lasts `lease_s` at most."""
+        """Another connector lets remote engines read the same caches; a read lasts `lease_s` at most."""
         assert self._worker is not None
-        self._worker.pipeline.use_guard(guard, lease_s + READ_MARGIN_S)
+        # Without sharing nothing is overwritten, so that no read is waited for.
+        self._worker.pipeline.use_guard(guard, lease_s + READ_MARGIN_S if self.shares_buffers else 0.0)
 
     @property
     def worker(self) -> StoreWorker | None:
@@ -286,10 +287,11 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return True  # a captured graph has no hooks: its layers would be loaded after it ran
 
 
-def _agree_over_ranks(lost: dict[str, str]) -> dict[str, str]:
+def _agree_over_ranks(lost: dict[str, Loss]) -> dict[str, Loss]:
     group = get_tp_group()
     if group.world_size == 1:
         return lost
-    gathered: list[dict[str, str]] = [{} for _ in range(group.world_size)]
+    gathered: list[dict[str, Loss]] = [{} for _ in range(group.world_size)]
     torch.distributed.all_gather_object(gathered, lost, group=group.cpu_group)
-    return {name: reason for part in gathered for name, reason in part.items()}
+    found = [entry for part in gathered for entry in part.items()]
+    return dict(sorted(found, key=lambda entry: entry[1][1]))  # the worse one last

@@ -142,7 +142,7 @@ def refuse_unless_possible(vllm_config: VllmConfig, index_topk: int | None) -> N
         rule = f"{CONNECTOR} needs a scheduler that drops what a step computed over lost KV"
         raise ConfigError("scheduler_cls", chosen, rule, "leave --scheduler-cls out")
     transfer = vllm_config.kv_transfer_config
-    if plan.has_reuse and transfer is not None and transfer.kv_connector in MULTI_CONNECTORS:
+    if transfer is not None and transfer.kv_connector in MULTI_CONNECTORS:
         _check_multi(transfer)
     key_space(vllm_config)
 
@@ -157,12 +157,12 @@ def use_scheduler(vllm_config: VllmConfig) -> None:
 
 
 def _check_multi(transfer: KVTransferConfig) -> None:
-    """vLLM's own multi connector would let the store overwrite what decode still reads."""
+    """vLLM's own multi connector would let decode have what the store has lost, or overwrites."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from vllm_kvoffload.connectors.multi import KVOffloadMultiConnector
 
     if not issubclass(KVConnectorFactory.get_connector_class(transfer), KVOffloadMultiConnector):
-        rule = "this class does not know when a shared layer buffer may be used again"
+        rule = "this class does not know what the store loses, nor when a layer buffer may be used again"
         fix = "use KVOffloadMultiConnector"
         raise ConfigError("kv_transfer_config.kv_connector", transfer.kv_connector, rule, fix)

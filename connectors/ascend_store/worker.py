@@ -18,6 +18,8 @@ RENEW_S = 120.0
 """A pin with less time left is renewed before a step that needs it."""
 
 Run = tuple[int, int, int, int, int]
+Loss = tuple[str, bool]
+"""Why a request is lost, and whether what it computed is wrong; otherwise it only wasn't stored."""
 
 
 @dataclass
@@ -40,7 +42,7 @@ class Held:
 
 @dataclass
 class Current:
-    """A request in a step. writes: (block number, object). invalid: first block to blame if it is lost."""
+    """A request in a step. writes: (block number, object). first_lost: block to blame if it is lost."""
 
     step: StoreStep
     held: Held
@@ -58,7 +60,7 @@ class StoreWorker:
     Args:
         publishes: whether this rank writes; all ranks' caches are the same.
         shares: whether layers share memory, so that all of a running request's KV lives in the store.
-        agree: the union, over all ranks, of the requests that each of them lost.
+        agree: the union, over all ranks, of the requests that each of them lost; wrong on one, wrong on all.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class StoreWorker:
         object_bytes: int,
         publishes: bool,
         shares: bool,
-        agree: Callable[[dict[str, str]], dict[str, str]],
+        agree: Callable[[dict[str, Loss]], dict[str, Loss]],
     ) -> None:
         self.pipeline = pipeline
         self.hit_tokens = 0
@@ -81,7 +83,6 @@ class StoreWorker:
         self._publishes, self._shares, self._agree = publishes, shares, agree
         self._requests: dict[str, Held] = {}
         self._step: list[Current] = []
-        self._trusted = True  # no copy of an earlier step may write into what this one computes
         self._invalid: set[int] = set()
         self._unquiet_writes: list[WriteObject] = []
         self._unquiet_reads: list[ReadObject] = []
@@ -108,7 +109,6 @@ class StoreWorker:
                 computed=sum(self._new_rows(current) for current in self._step),
             )
         )
-        self._trusted = self.pipeline.quiet
         for number, current in enumerate(self._step):
             if current.reason:
                 self.pipeline.fail(number, current.reason)
@@ -133,8 +133,8 @@ class StoreWorker:
         stop = -(-current.step.computed // self._block_size)
         if self._shares:
             return range(stop)
-        start = current.held.resident // self._block_size
-        return range(start, stop) if current.held.resident < current.step.computed else range(0)
+        resident = current.held.resident
+        return range(resident // self._block_size if resident < current.step.computed else stop, stop)
 
     def _pin(self) -> None:
         """Opens the objects of all needed blocks, in as few calls as possible; expiring pins anew."""
@@ -176,11 +176,12 @@ class StoreWorker:
 
     def _plan_loads(self, current: Current, owner: int) -> None:
         step, held, size = current.step, current.held, self._block_size
-        current.first_lost = self._needed(current).start
+        current.first_lost = min(self._needed(current).start, step.computed // size)
         for number in self._needed(current):
             pin = held.pins.get(number)
             if pin is None:
-                current.first_lost = number
+                if self._shares:  # what comes before it is there in the next step, too
+                    current.first_lost = number
                 current.reason = f"block {number} of its KV is not in the store any more"
                 current.runs.clear()
                 current.own_runs.clear()
@@ -252,19 +253,45 @@ class StoreWorker:
 
     def end_step(self) -> None:
         """Publishes what was saved, except of requests that lost a row on any rank."""
-        lost = self._agree(self.pipeline.finish())
+        failed = self.pipeline.finish()
+        losses = self._agree({name: (why, name in self.pipeline.wrong) for name, why in failed.items()})
+        if not self._shares:
+            self._spread(losses)
         writes = [(current, number, w) for current in self._step for number, w in current.writes]
         if self.pipeline.quiet:
-            self._finish([w for _, _, w in writes], [c.step.req_id not in lost for c, _, _ in writes])
+            self._finish([w for _, _, w in writes], [c.step.req_id not in losses for c, _, _ in writes])
         else:
             self._unquiet_writes += [w for _, _, w in writes]
         for current in self._step:
-            reason = lost.get(current.step.req_id)
-            if reason is None:
-                self._settle(current)
+            reason, wrong = losses.get(current.step.req_id, ("", False))
+            if wrong:
+                self.pipeline.give_up([current.step.req_id], reason)
+            # Without sharing the device has it all, also what could not be stored.
+            if wrong or (reason and self._shares):
+                self._lose(current, reason, wrong)
             else:
-                self._lose(current, reason)
+                self._settle(current)
         self._step = []
+
+    def _spread(self, losses: dict[str, Loss]) -> None:
+        """Who attended to what a neighbour lost is lost, too: vLLM gives a block to others once it is planned
+        that it will be loaded, or computed."""
+        spoilt: set[int] = set()
+        lost = [current for current in self._step if losses.get(current.step.req_id, ("", False))[1]]
+        while lost:
+            spoilt.update(*(self._blocks(current, current.step.end) for current in lost))
+            lost = []
+            for current in self._step:
+                own = current.held.blocks[: -(-current.step.computed // self._block_size)]
+                name, wrong = current.step.req_id, losses.get(current.step.req_id, ("", False))[1]
+                if not wrong and not spoilt.isdisjoint(own):
+                    current.first_lost = next(n for n, block in enumerate(own) if block in spoilt)
+                    losses[name] = ("a neighbour lost blocks that it attended to", True)
+                    lost.append(current)
+
+    def _blocks(self, current: Current, end: int) -> list[int]:
+        """Device blocks of a request that are lost with it, up to a token."""
+        return current.held.blocks[current.first_lost : -(-end // self._block_size)]
 
     def _finish(self, writes: Sequence[WriteObject], ok: Sequence[bool]) -> None:
         """What is not published is found missing by the next step that needs it."""
@@ -305,13 +332,12 @@ class StoreWorker:
             pin is not None and number < len(held.hashes) and pin.key == self._keys.key(held.hashes[number])
         )
 
-    def _lose(self, current: Current, reason: str) -> None:
+    def _lose(self, current: Current, reason: str, wrong: bool) -> None:
         """The request's rows are reported, and forgotten here."""
         step, held, size = current.step, current.held, self._block_size
         logger.warning("request %s lost its KV: %s", step.req_id, reason)
         first = current.first_lost
-        end = step.computed if self._trusted else step.end
-        self._invalid.update(held.blocks[first : -(-end // size)])
+        self._invalid.update(self._blocks(current, step.end if wrong else step.computed))
         held.stored = min(held.stored, first)
         held.resident = min(held.resident, first * size)
         held.partials = {number: key for number, key in held.partials.items() if number < first}

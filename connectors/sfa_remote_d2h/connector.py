@@ -72,6 +72,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         self._results = Results()
         self._idle = False  # the current step computes nothing
         self._progress = False
+        self._late_layer: int | None = None
         self._compute: Stream | None = None  # where writes are queued, not done when the call returns
         if role is KVConnectorRole.SCHEDULER:
             self._make_scheduler(vllm_config)
@@ -111,6 +112,8 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         fields = PREFILL if config.producer else DECODE
         channel = StatsChannel(fields, vllm_config.instance_id, dp_rank, tp_rank)
         if config.producer:
+            if self._late_layer is not None:
+                self._late_layer = layout.layers[-1].index
             self._producer = PrefillWorker(
                 engine,
                 layout,
@@ -154,6 +157,10 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         """Layers share memory: decode is to say what it has read. Before the caches are registered."""
         self._progress = True
 
+    def publish_last_layer_at_end(self) -> None:
+        """A step may turn out to be wrong when it is over: no transfer is complete before. Likewise."""
+        self._late_layer = -1
+
     @property
     def readers(self) -> PrefillWorker | None:
         """Who knows what decode still has to read, once the caches are registered."""
@@ -188,8 +195,9 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         self._layer_written(layer_name)
 
     def _layer_written(self, layer_name: str) -> None:
-        if self._producer is not None:
-            self._producer.layer_done(layer_index(layer_name), self._written(layer_name))
+        layer = layer_index(layer_name)
+        if self._producer is not None and layer != self._late_layer:
+            self._producer.layer_done(layer, self._written(layer_name))
 
     def _written(self, label: str) -> Event | None:
         """Where the device must have been when what was queued until now is written; None where it is."""

@@ -56,11 +56,15 @@ class Pipeline:
     quiet = True
 
     def begin(self, step):
-        self.lost = {}
+        self.lost, self.wrong, self.given_up = {}, set(), []
         self.requests = step.requests
 
     def fail(self, number, reason):
         self.lost[self.requests[number]] = reason
+        self.wrong.add(self.requests[number])
+
+    def give_up(self, requests, _reason):
+        self.given_up += requests
 
     def finish(self):
         return self.lost
@@ -68,10 +72,11 @@ class Pipeline:
 
 @pytest.fixture
 def world():
+    elsewhere = {}
     store, keys = Names(), KeySpace("m", "", "bf16", BLOCK, "layout", "0of1", "probe")
     worker = StoreWorker(
         store, keys, Pipeline(), block_size=BLOCK, object_bytes=1, publishes=True, shares=True,
-        agree=lambda lost: lost,
+        agree=lambda lost: {**lost, **elsewhere},
     )  # fmt: skip
 
     def step(name, computed, end):
@@ -85,7 +90,7 @@ def world():
         worker.end_step()
         return worker.pipeline.lost
 
-    return SimpleNamespace(store=store, keys=keys, worker=worker, step=step)
+    return SimpleNamespace(store=store, keys=keys, worker=worker, step=step, elsewhere=elsewhere)
 
 
 def test_chunks_are_found_again(world):
@@ -109,3 +114,20 @@ def test_a_block_that_is_gone_is_missed(world):
     assert world.step("r", 0, 196) == {}
     world.store.readable.clear()
     assert "not in the store any more" in world.step("r", 196, 300)["r"]
+
+
+def test_what_another_rank_lost_is_not_handed_to_decode_by_this_one(world):
+    """All ranks compute with what one of them could not load."""
+    assert world.step("r", 0, 196) == {}
+    assert world.worker.pipeline.given_up == []
+    world.elsewhere["r"] = ("a load of rank 1 failed", True)
+    assert world.step("r", 196, 452) == {}
+    assert world.worker.pipeline.given_up == ["r"]
+    assert world.worker.take_invalid() == set(range(8))
+    assert not {world.keys.key(hashed) for hashed in HASHES[3:7]} & world.store.readable
+
+
+def test_what_another_rank_could_not_store_is_handed_to_decode(world):
+    world.elsewhere["r"] = ("a save of rank 0 failed", False)
+    assert world.step("r", 0, 196) == {}
+    assert world.worker.pipeline.given_up == []

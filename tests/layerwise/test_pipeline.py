@@ -142,6 +142,24 @@ def test_a_failed_save_costs_its_request_only():
     world.close()
 
 
+def test_a_request_that_is_not_stored_is_computed_all_the_same():
+    """Remote readers may have it, so its prefix is loaded into all layers."""
+    world = World(2, shared=1, independent=(), delays=False, readers=True)
+    world.add(12)
+    assert world.step({0: 8}) == {}
+
+    def refuse(_address, direction):
+        if direction == "save":
+            raise StoreError("full")
+
+    world.store.refuse = refuse
+    assert "full" in world.step({0: 2})["0"]
+    assert world.pipeline.wrong == set()
+    assert world.readers.given_up == {}
+    assert world.pipeline.stats.loaded_bytes == 8 * sum(layer.row_bytes for layer in world.pipeline._memory)
+    world.close()
+
+
 def test_a_copy_that_hangs_ends_requests_and_not_the_engine():
     world = World(3, shared=1, independent=(), delays=False, limits=Limits(deadline_s=0.2))
     world.add(12), world.add(12)

@@ -158,13 +158,15 @@ class Limits:
 
 @dataclass
 class _State:
-    """A step in progress, by position. hung: why nothing more is moved in it, "" while all is well."""
+    """A step in progress, by position. wrong: of the failed ones. hung: why nothing more is moved in it, ""
+    while all is well."""
 
     issued: int = 0
     loads: dict[int, Event] = field(default_factory=dict)
     opened: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     failed: dict[int, str] = field(default_factory=dict)
+    wrong: set[int] = field(default_factory=set)
     hung: str = ""
 
 
@@ -185,6 +187,8 @@ class LayerPipeline:
         limits: Limits,
     ) -> None:
         self.stats = PipelineStats()
+        self.wrong: set[str] = set()
+        """Of the requests that the last step lost, those whose computation is not to be used."""
         self._plan, self._memory, self._store = plan, tuple(memory), store
         self._runtime, self._limits = runtime, limits
         self._loads, self._saves = runtime.stream(LOAD_STREAM), runtime.stream(SAVE_STREAM)
@@ -228,8 +232,14 @@ class LayerPipeline:
         if request not in self._state.failed:
             self._state.failed[request] = reason
             self.stats.failed_requests += 1
-        if wrong and self._guard is not None:
-            self._guard.give_up([self._step.requests[request]], reason, True)
+        if wrong:
+            self._state.wrong.add(request)
+            self.give_up([self._step.requests[request]], reason)
+
+    def give_up(self, requests: Sequence[str], reason: str) -> None:
+        """What remote engines read of these requests in this step doesn't count: it is wrong."""
+        if self._guard is not None:
+            self._guard.give_up(requests, reason, True)
 
     def wait_layer(self, index: int) -> None:
         """Returns when a layer's memory holds its requests' prefixes, and may be written. Idempotent."""
@@ -299,6 +309,7 @@ class LayerPipeline:
                 self.layer_done(layer.index)
             self._join_end(self._state)
         failed = {self._step.requests[number]: why for number, why in self._state.failed.items()}
+        self.wrong = {self._step.requests[number] for number in self._state.wrong}
         self._step = Step()
         return failed
 
@@ -395,9 +406,13 @@ class LayerPipeline:
             self.gates.release(position, SAVE)
 
     def _move(self, rows: Rows, position: int, direction: Direction, state: _State) -> int:
-        """Copies a layer's rows of all requests that are not lost; bytes copied."""
-        if state.failed:
-            rows = rows.only(~np.isin(rows.owners, list(state.failed)))
+        """Copies a layer's rows of all requests that are not lost; bytes copied.
+
+        One that only wasn't stored still gets its prefix: decode may have what it computes.
+        """
+        lost = state.wrong if direction == "load" else state.failed
+        if lost:
+            rows = rows.only(~np.isin(rows.owners, list(lost)))
         if not len(rows):
             return 0
         memory = self._memory[position]

@@ -1,0 +1,171 @@
+"""Random programs on a prefill engine without a model: nothing wrong is seen, published or left behind."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from store_model import Engine, Faults
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_kvoffload.connectors.ascend_store.lost_steps import LostStepScheduler
+from vllm_kvoffload.connectors.ascend_store.worker import StoreWorker
+from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
+
+SEEDS = 40
+ALL = {"independent": "all"}
+SHARED = [{"shared": 2, "independent": (0,)}, {"shared": 1, "independent": ()}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return build_checkpoint(tmp_path_factory.mktemp("model") / "tiny", MODELS["glm-tiny"])
+
+
+@pytest.fixture
+def engine(checkpoint):
+    made = []
+
+    def make(**options):
+        made.append(Engine(checkpoint, 0, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+class Program:
+    """A client's random deeds, and the store's."""
+
+    def __init__(self, checkpoint, seed: int, **options) -> None:
+        self.dice = dice = random.Random(seed)
+        blocks = dice.choice([18, 24, 40])
+        self.engine = Engine(
+            checkpoint, seed, policy=dice.choice(["recompute", "fail"]), num_blocks=blocks,
+            objects=blocks + 12 + dice.choice([0, 30]), budget=dice.choice([12, 24, 40]),
+            threshold=dice.choice([0, 0, 8]), **options,
+        )  # fmt: skip
+        self.roots = [self.tokens(40) for _ in range(2)]
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.dice.randrange(50) for _ in range(count)]
+
+    def run(self, steps: int = 40) -> list[str]:
+        engine = self.engine
+        try:
+            for _ in range(steps):
+                self.deeds()
+                engine.step([name for name in engine.live if self.dice.random() < 0.03])
+                if engine.wrong:
+                    return engine.wrong
+            engine.drain()
+            return engine.wrong
+        finally:
+            engine.close()
+
+    def deeds(self) -> None:
+        dice, engine = self.dice, self.engine
+        if dice.random() < 0.35 and len(engine.live) < 8:
+            root = dice.choice(self.roots)[: dice.choice([0, 4, 8, 12, 17, 24, 30, 36])]
+            prompt = [*root, *self.tokens(dice.randrange(0 if root else 1, 14))]
+            engine.add(f"r{len(engine.clients)}", prompt, dice.randrange(1, 14))
+        if engine.live and dice.random() < 0.06:
+            engine.abort(dice.choice(engine.live))
+        faults = engine.store.faults = Faults()
+        faults.gone = dice.choice([0.1, 0.5]) * (dice.random() < 0.25)
+        faults.load = dice.choice([0.1, 0.5]) * (dice.random() < 0.2)
+        faults.save = dice.choice([0.1, 0.5]) * (dice.random() < 0.15)
+        faults.publish = 0.3 * (dice.random() < 0.1)
+        faults.down = dice.random() < 0.05
+
+
+def test_random_programs(checkpoint):
+    cases = [ALL, *SHARED]
+    wrong = {
+        seed: found
+        for seed in range(SEEDS)
+        if (found := Program(checkpoint, seed, **cases[seed % len(cases)]).run())
+    }
+    assert wrong == {}
+
+
+def _vllms_scheduler(monkeypatch):
+    monkeypatch.setattr(LostStepScheduler, "_handle_invalid_blocks", Scheduler._handle_invalid_blocks)
+
+
+def _neighbours_are_believed(monkeypatch):
+    monkeypatch.setattr(StoreWorker, "_spread", lambda *_: None)
+
+
+def _losses_are_published(monkeypatch):
+    finish = StoreWorker._finish
+    monkeypatch.setattr(
+        StoreWorker, "_finish", lambda self, writes, ok: finish(self, writes, [True] * len(ok))
+    )
+
+
+@pytest.mark.parametrize("plant", [_vllms_scheduler, _neighbours_are_believed, _losses_are_published])
+def test_control_what_is_planted_is_found(checkpoint, monkeypatch, plant):
+    plant(monkeypatch)
+    assert any(Program(checkpoint, seed, **ALL).run() for seed in range(60))
+
+
+COMMON = list(range(8))
+
+
+def _store_first(engine) -> None:
+    """The common prefix is in the store, and not in vLLM's cache."""
+    engine.add("first", [*COMMON, 9], 1)
+    engine.drain()
+    assert engine.scheduler.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("fault", [{"gone": 1.0}, {"load": 1.0}], ids=str)
+def test_a_neighbour_that_hits_blocks_which_are_not_loaded(engine, policy, fault):
+    """vLLM gives it another's blocks in the very step that was to load them."""
+    made = engine(policy=policy, **ALL)
+    _store_first(made)
+    made.add("a", [*COMMON, 20, 21], 3)
+    made.add("b", [*COMMON, *range(30, 40)], 3)
+    made.store.faults = Faults(**fault)
+    output = made.step()
+    assert len(output.scheduled_new_reqs) == 2
+    assert [new.num_computed_tokens for new in output.scheduled_new_reqs] == [8, 8]
+    made.drain()
+    assert made.wrong == []
+    ends = {made.clients[name].finish for name in "ab"}
+    assert ends == ({"length"} if policy == "recompute" else {"error"})
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_blocks_of_a_client_that_went_away_when_they_were_lost(engine, policy, in_flight):
+    """They are nobody's prefix afterwards."""
+    made = engine(policy=policy, **ALL)
+    _store_first(made)
+    made.add("a", [*COMMON, *range(20, 30)], 3)
+    made.store.faults = Faults(load=1.0)
+    made.step(["a"] if in_flight else [])
+    if "a" in made.live:
+        made.abort("a")
+    made.store.faults = Faults(gone=1.0)
+    made.add("b", [*COMMON, *range(20, 33)], 3)
+    made.drain()
+    assert made.wrong == []
+    assert made.clients["b"].finish == "length"
+
+
+def test_what_could_not_be_stored_costs_nobody_whose_kv_is_on_the_device(engine):
+    made = engine(policy="fail", budget=12, **ALL)
+    made.store.faults = Faults(save=1.0)
+    for name in "ab":
+        made.add(name, list(range(40)), 3)
+    for _ in range(20):
+        made.step()
+    assert made.wrong == []
+    assert {made.clients[name].finish for name in "ab"} == {"length"}

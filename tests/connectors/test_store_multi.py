@@ -1,0 +1,93 @@
+"""Store and remote decode in one prefill engine: who tells whom what."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm_kvoffload.connectors.ascend_store.connector import AscendStoreConnector, _agree_over_ranks
+from vllm_kvoffload.connectors.multi import KVOffloadMultiConnector
+from vllm_kvoffload.connectors.sfa_remote_d2h.connector import SfaRemoteD2HConnector
+
+LAST = 3
+
+
+class Producer:
+    def __init__(self) -> None:
+        self.published: list[int] = []
+        self.heard: list[object] = []
+
+    def layer_done(self, layer, _written):
+        self.published.append(layer)
+
+    def listen(self, on_news):
+        self.heard.append(on_news)
+
+
+class Remote(SfaRemoteD2HConnector):
+    """Of a prefill engine, without sockets."""
+
+    def __init__(self) -> None:
+        self._late_layer, self._progress, self._producer, self._compute = None, False, None, None
+        self._config = SimpleNamespace(producer=True, limits=SimpleNamespace(lease_s=15))
+
+    def register_kv_caches(self, _caches):
+        if self._late_layer is not None:
+            self._late_layer = LAST
+        self._producer = Producer()
+
+
+class Store(AscendStoreConnector):
+    def __init__(self, shares: bool) -> None:
+        self._plan = SimpleNamespace(has_reuse=shares)
+        self.guards: list[tuple[object, float]] = []
+        gates = SimpleNamespace(notify=lambda: None)
+        pipeline = SimpleNamespace(gates=gates, use_guard=lambda *args: self.guards.append(args))
+        self._worker = SimpleNamespace(pipeline=pipeline)
+
+    def register_kv_caches(self, _caches):
+        pass
+
+
+def joined(*parts) -> KVOffloadMultiConnector:
+    made = KVOffloadMultiConnector.__new__(KVOffloadMultiConnector)
+    made._connectors = list(parts)
+    made._stores = [part for part in parts if isinstance(part, Store)]
+    made._remotes = [part for part in parts if isinstance(part, Remote)]
+    made.register_kv_caches({})
+    return made
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_decode_never_gets_what_the_store_loses(shares):
+    """Whether layers share memory or not; only what is read before it is overwritten depends on that."""
+    remote, store = Remote(), Store(shares)
+    joined(remote, store)
+    ((guard, reads_s),) = store.guards
+    assert guard is remote._producer
+    assert (reads_s > 15, remote._progress, len(remote._producer.heard)) == (shares, shares, int(shares))
+
+
+@pytest.mark.parametrize("with_store", [True, False])
+def test_no_transfer_is_complete_before_the_step_is_known_to_be_right(with_store):
+    remote = Remote()
+    joined(remote, *([Store(True)] if with_store else []))
+    for layer in range(LAST + 1):
+        remote.save_kv_layer(f"model.layers.{layer}.self_attn.attn", None, None)
+    assert remote._producer.published == list(range(LAST if with_store else LAST + 1))
+
+
+def test_what_is_wrong_on_one_rank_is_wrong(monkeypatch):
+    from vllm_kvoffload.connectors.ascend_store import connector
+
+    told = [{"r": ("load", True), "s": ("save", False)}, {"r": ("save", False)}]
+    monkeypatch.setattr(connector, "get_tp_group", lambda: SimpleNamespace(world_size=2, cpu_group=None))
+
+    def gather(into, _mine, group):  # noqa: ARG001
+        into[:] = told
+
+    monkeypatch.setattr(connector.torch.distributed, "all_gather_object", gather)
+    assert _agree_over_ranks({}) == {"r": ("load", True), "s": ("save", False)}
