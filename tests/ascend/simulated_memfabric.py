@@ -59,7 +59,7 @@ class Memmove(TransferEngine):
 
 
 class FakeOffload(types.ModuleType):
-    """memfabric_hybrid.offload of release 1.2."""
+    """memfabric_hybrid.offload."""
 
     Scene = SimpleNamespace(SHARED="shared")
     OffloadConfig = SimpleNamespace

@@ -204,12 +204,20 @@ def sparse_flash_attention(
     return out
 
 
+CORES, PAIR_BYTES = 48, 88 << 10
+
+
 def sparse_copy(
     sources: torch.Tensor, targets: torch.Tensor, lengths: torch.Tensor, count: torch.Tensor, device: Any
 ) -> int:
-    """memfabric_hybrid.offload.sparse_copy, by address."""
-    assert device is not None
+    """memfabric_hybrid.offload.sparse_copy, by address, and within the limits of its kernel."""
+    assert isinstance(device.index, int)
     assert (sources.dtype, lengths.dtype, count.dtype) == (torch.int64, torch.int32, torch.int32)
+    assert int(count) == len(lengths)
+    if int(count) >= CORES:  # entries of the two halves go through a core's buffer in pairs
+        pairs = lengths.view(2, -1)
+        assert int(pairs.sum(0).max()) <= PAIR_BYTES
+        assert not torch.any(pairs[0] % 32)
     rows = zip(sources.tolist(), targets.tolist(), lengths.tolist(), strict=True)
     for number, (source, target, length) in enumerate(rows):
         if number < int(count):

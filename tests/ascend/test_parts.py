@@ -31,7 +31,7 @@ from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
 
 LAYOUT = HostPoolLayout(2, 4, 16, (("nope", 64), ("rope", 16)))
 ONE_RANK = SimpleNamespace(rank_in_group=0, world_size=1, cpu_group=None)
-BASICS = ((64, 16), torch.float32, torch.device("cpu"), scatter_nd_update)
+BASICS = ((64, 16), torch.float32, torch.device("cpu", 0), scatter_nd_update)
 
 
 @pytest.fixture
@@ -170,7 +170,9 @@ class Offload(SimpleNamespace):
 
     def __init__(self, code: int = 0) -> None:
         super().__init__(
-            Scene=SimpleNamespace(SHARED=1), OffloadConfig=SimpleNamespace, sparse_copy=sparse_copy
+            Scene=SimpleNamespace(SHARED=1),
+            OffloadConfig=lambda: SimpleNamespace(store_url=""),
+            sparse_copy=sparse_copy,
         )
         self.code, self.ended = code, False
 
@@ -193,8 +195,10 @@ def test_memfabric_memory_is_aligned_and_seen_by_every_rank() -> None:
     bases = [layer.addresses[0] for layer in owner.layers]
     assert all(address % (2 << 20) == 0 for layer in owner.layers for address in layer.addresses)
     other = Offload()
-    second = SimpleNamespace(rank_in_group=1, world_size=2, broadcast_object=lambda _, src: bases)  # noqa: ARG005
+    told = iter([offload.config.store_url, bases])
+    second = SimpleNamespace(rank_in_group=1, world_size=2, broadcast_object=lambda _, src: next(told))  # noqa: ARG005
     reader = MemfabricMemory(other, LAYOUT, second, 4, lambda: None)
+    assert other.config.store_url == offload.config.store_url
     assert other.config.alloc_size == 0
     assert other.config.reserve_size == offload.config.alloc_size >= LAYOUT.total_bytes
     owner.layers[1].parts[1].fill_(7)
@@ -202,6 +206,40 @@ def test_memfabric_memory_is_aligned_and_seen_by_every_rank() -> None:
     assert not reader.layers[1].parts[0].any()
     owner.close()
     assert offload.ended
+
+
+def test_pools_of_one_machine_do_not_meet() -> None:
+    first, second = Offload(), Offload()
+    for offload in (first, second):
+        MemfabricMemory(offload, LAYOUT, ONE_RANK, 0, lambda: None)
+    assert first.config.store_url != second.config.store_url
+
+
+@pytest.mark.parametrize("offset", [0, 1 << 40])
+def test_kernels_get_the_devices_address_of_memfabrics_memory(
+    offset: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which is another on A2. Nothing is known of memory that has none: then its own address must do."""
+    offload = Offload()
+    offload.get_dva = lambda address: address + offset if offset else 0
+    memory = MemfabricMemory(offload, LAYOUT, ONE_RANK, 0, lambda: None)
+    for layer in memory.layers:
+        assert layer.addresses == tuple(part.data_ptr() + offset for part in layer.parts)
+    assert ("no device address" in caplog.text) == (offset == 0)
+
+
+def test_long_reads_are_cut_to_what_memfabrics_kernel_can_hold() -> None:
+    """Latent and rope of 128 tokens are more than that in the models that are served."""
+    widths, blocks = (1024, 128), 40
+    parts = [torch.randint(0, 255, (blocks, 128, width), dtype=torch.uint8) for width in widths]
+    host = SplitRows(parts, [part.data_ptr() for part in parts])
+    moves = SparseCopyRows(widths, torch.bfloat16, torch.device("cpu", 0), scatter_nd_update, sparse_copy)
+    order, count = torch.randperm(blocks, dtype=torch.int32), 39 * 128 + 79
+    target = moves.zeros(blocks * 128)
+    moves.host_read(host, order, count, target)
+    for part, rows in zip(parts, target.parts, strict=True):
+        assert torch.equal(rows[:count], part[order.long()].flatten(0, 1)[:count])
+        assert not rows[count:].any()
 
 
 def test_memfabric_that_does_not_start_says_so() -> None:

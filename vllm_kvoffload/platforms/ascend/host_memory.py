@@ -7,6 +7,7 @@ torch, or are mapped for the AscendC kernels; decode engines that pull KV from p
 from __future__ import annotations
 
 import ctypes
+import socket
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Protocol
@@ -14,12 +15,16 @@ from typing import Any, Protocol
 import torch
 
 from vllm_kvoffload.config import GIB
+from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.platforms.ascend.rows import SplitRows
 from vllm_kvoffload.platforms.parts import RankGroup
 from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
 from vllm_kvoffload.sparse.segment import align_up
 
+logger = get_logger(__name__)
+
 ALIGNMENT = 2 << 20
+HOST = "127.0.0.1"
 
 
 class HostMemory(Protocol):
@@ -32,10 +37,21 @@ class HostMemory(Protocol):
 
 
 def load_offload() -> Any:
-    """`memfabric_hybrid.offload`. Raises ImportError or OSError: not installed, too old, or CANN is
-    missing.
+    """`memfabric_hybrid.offload`, which is an attribute and no module to import.
+
+    Raises ImportError or OSError: not installed, too old, or CANN is missing.
     """
-    return import_module("memfabric_hybrid.offload")
+    found = getattr(import_module("memfabric_hybrid"), "offload", None)
+    if found is None:
+        raise ImportError("this memfabric_hybrid has no offload module")
+    return found
+
+
+def _store_url() -> str:
+    """Where the ranks of a pool find each other, and nobody else."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return f"tcp://{HOST}:{probe.getsockname()[1]}"
 
 
 def tensor_at(address: int, nbytes: int) -> torch.Tensor:
@@ -43,14 +59,14 @@ def tensor_at(address: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
-def _layer(layout: HostPoolLayout, base: int) -> SplitRows:
+def _layer(layout: HostPoolLayout, base: int, device_address: Callable[[int], int]) -> SplitRows:
     """A layer whose components follow one another from ``base`` on, each aligned."""
     parts, addresses = [], []
     for component, (_, row_bytes) in enumerate(layout.components):
         nbytes = layout.component_bytes(component)
         shape = (layout.num_blocks, layout.block_size, row_bytes)
         parts.append(tensor_at(base, nbytes).view(shape))
-        addresses.append(base)
+        addresses.append(device_address(base))
         base += align_up(nbytes)
     return SplitRows(parts, addresses)
 
@@ -79,11 +95,15 @@ class MemfabricMemory:
         config.world_size = group.world_size
         config.rank_id = group.rank_in_group
         config.scene = offload.Scene.SHARED
+        url = group.broadcast_object(_store_url(), src=0) if group.world_size > 1 else _store_url()
+        if hasattr(config, "store_url"):  # else all engines of a machine would meet at one port
+            config.store_url = url
         code = offload.initialize(config)
         if code != 0:
             raise RuntimeError(
                 f"memfabric_hybrid.offload.initialize returned {code} for a host pool of "
-                f"{self.total_bytes >> 30} GiB: are there enough huge pages (kvoffload doctor)?"
+                f"{self.total_bytes >> 30} GiB: are there enough huge pages, and were its kernels built "
+                "(kvoffload doctor)?"
             )
         barrier()
         self._memory: list[torch.Tensor] = []
@@ -95,7 +115,15 @@ class MemfabricMemory:
                 bases.append(-(-memory.data_ptr() // ALIGNMENT) * ALIGNMENT)
         if group.world_size > 1:
             bases = group.broadcast_object(bases, src=0)
-        self.layers = [_layer(layout, base) for base in bases]
+        self.layers = [_layer(layout, base, self._device_address) for base in bases]
+
+    def _device_address(self, address: int) -> int:
+        """Where kernels find what the host has at an address: the same on A3, and its own mapping on A2."""
+        ask = getattr(self._offload, "get_dva", None)
+        found = ask(address) if ask is not None else address
+        if not found:
+            logger.warning("MemFabric names no device address of host memory %#x", address)
+        return found or address
 
     def close(self) -> None:
         self.layers.clear()

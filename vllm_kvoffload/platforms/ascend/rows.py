@@ -20,6 +20,11 @@ Scatter = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 """torch_npu.npu_scatter_nd_update_(rows [N, D], indices [n, 1], updates [n, D]), in place."""
 
 
+MAX_PAIR_BYTES = 88 << 10
+"""Of an entry in the first half of a `sparse_copy` and its counterpart in the second one, which MemFabric's
+kernel holds in one buffer of the core. What goes beyond that is not refused."""
+
+
 class SplitRows:
     """Rows [*shape] in one tensor per component, each [*shape, D].
 
@@ -154,7 +159,8 @@ class SparseCopyRows(PortableRows):
 
     Args:
         copy: sparse_copy(sources, targets, lengths, count, device): int64, int64, int32 [n] and int32 [1] on
-            the device; it queues on the current stream and returns 0 or None.
+            the device; it queues on the current stream and returns 0 or None. Its kernel takes entry i and
+            entry n/2 + i together, so n is even: here they are the latent and the rope part of the same rows.
     """
 
     def __init__(
@@ -180,12 +186,17 @@ class SparseCopyRows(PortableRows):
 
     def host_read(self, host: SplitRows, blocks: torch.Tensor, count: int, target: SplitRows) -> None:
         num_blocks, block_size = host.parts[0].shape[:2]
-        numbers = torch.arange(-(-count // block_size))
-        chosen = blocks[: len(numbers)].long()
+        chosen = blocks[: -(-count // block_size)].long()
         check_range("blocks", chosen, num_blocks)
-        tokens = (count - numbers * block_size).clamp(max=block_size)
+        most = min(block_size, MAX_PAIR_BYTES // sum(self._bytes))
+        piece = torch.arange(0, block_size, most)
+        first = (torch.arange(len(chosen)).unsqueeze(1) * block_size + piece).flatten()
+        source = (chosen.unsqueeze(1) * block_size + piece).flatten()
+        tokens = torch.minimum((block_size - piece).clamp(max=most).repeat(len(chosen)), count - first)
+        there = tokens > 0
+        first, source, tokens = first[there], source[there], tokens[there]
         spans = [
-            (base + chosen * (block_size * n), part.data_ptr() + numbers * (block_size * n), tokens * n)
+            (base + source * n, part.data_ptr() + first * n, tokens * n)
             for part, base, n in zip(target.parts, host.addresses, self._bytes, strict=True)
         ]
         self._run(spans)
