@@ -13,12 +13,17 @@ PROXY_PORT=${PROXY_PORT:-9000}                # where requests go
 PREFILL_PORT=${PREFILL_PORT:-8100}
 DECODE_PORT=${DECODE_PORT:-8200}
 KV_PORT=${KV_PORT:-20050}                     # decode listens here, one port for each of its DP x TP ranks
-MAX_MODEL_LEN=${MAX_MODEL_LEN:-8192}
-MAX_NUM_SEQS=${MAX_NUM_SEQS:-4}
-TOPK_BUFFER_SIZE=${TOPK_BUFFER_SIZE:-512}     # decode's hot rows per request and layer: at least index_topk (GLM-5.x: 4096)
-DRAM_GB=${DRAM_GB:-1}                         # decode's host memory for the main KV
-PREFILL_TP=${PREFILL_TP:-1}                   # a multiple of DECODE_TP
-DECODE_TP=${DECODE_TP:-1}
+if [[ $PLATFORM == cpu ]]; then               # the example model's sizes, and those of a real one
+  DEFAULTS=(8192 4 512 1 1)
+else
+  DEFAULTS=(65536 32 4096 128 8)
+fi
+MAX_MODEL_LEN=${MAX_MODEL_LEN:-${DEFAULTS[0]}}
+MAX_NUM_SEQS=${MAX_NUM_SEQS:-${DEFAULTS[1]}}          # decode reserves hot rows for so many requests
+TOPK_BUFFER_SIZE=${TOPK_BUFFER_SIZE:-${DEFAULTS[2]}}  # decode's hot rows per request and layer: at least index_topk
+DRAM_GB=${DRAM_GB:-${DEFAULTS[3]}}                    # decode's host memory for the main KV
+PREFILL_TP=${PREFILL_TP:-${DEFAULTS[4]}}              # a multiple of DECODE_TP
+DECODE_TP=${DECODE_TP:-${DEFAULTS[4]}}
 STORE=${STORE:-none}                          # behind prefill: none; local, its own memory; memcache, a pool of MemCache (NPUs only)
 SHARED_BUFFERS=${SHARED_BUFFERS:-3}           # with a store: device buffers that prefill's layers but the first share
 STORE_GB=${STORE_GB:-4}                       # with a store: its host memory; with memcache of each prefill rank
@@ -36,6 +41,7 @@ if [[ $PLATFORM == cpu ]]; then
   # vLLM leaves a core of a small machine idle by default, and threads that spin starve the others.
   export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
   BACKEND=nixl
+  DECODE_OPTIONS=() RECOMPUTE=
   PLATFORM_OPTIONS=(--enforce-eager --kv-cache-memory-bytes "${KV_BYTES:-$((64 << 20))}")
   if [[ -z $MODEL ]]; then
     MODEL=$PWD/.demo/example-model
@@ -49,6 +55,9 @@ else
   : "${MODEL:?give a checkpoint}"
   BACKEND=memfabric
   PLATFORM_OPTIONS=()
+  DECODE_OPTIONS=(--enforce-eager)
+  # A request that decode preempts goes back to the proxy, which sends it on: docs/proxy.md.
+  RECOMPUTE=', "recompute_scheduler_enable": true'
   PREFILL_DEVICES=${PREFILL_DEVICES:-0,1,2,3,4,5,6,7}
   DECODE_DEVICES=${DECODE_DEVICES:-8,9,10,11,12,13,14,15}
 fi
@@ -91,12 +100,12 @@ fi
 ASCEND_RT_VISIBLE_DEVICES=${PREFILL_DEVICES:-} vllm serve "$MODEL" "${COMMON[@]}" "${PREFILL_OPTIONS[@]}" \
   --port "$PREFILL_PORT" --tensor-parallel-size "$PREFILL_TP" --kv-transfer-config "$PREFILL_KV" &
 
-ASCEND_RT_VISIBLE_DEVICES=${DECODE_DEVICES:-} vllm serve "$MODEL" "${COMMON[@]}" \
+ASCEND_RT_VISIBLE_DEVICES=${DECODE_DEVICES:-} vllm serve "$MODEL" "${COMMON[@]}" "${DECODE_OPTIONS[@]}" \
   --port "$DECODE_PORT" --tensor-parallel-size "$DECODE_TP" \
   --additional-config "{
     \"sparse_kv_offload_config\": {
       \"enabled\": true, \"topk_buffer_size\": $TOPK_BUFFER_SIZE, \"dram_size_per_dp_GB\": $DRAM_GB
-    }
+    }$RECOMPUTE
   }" \
   --kv-transfer-config "{
     \"kv_connector\": \"SfaRemoteD2HConnector\", \"kv_role\": \"kv_consumer\", \"kv_port\": $KV_PORT,

@@ -22,12 +22,17 @@ PROXY_PORT=${PROXY_PORT:-9000}
 PREFILL_PORTS=(${PREFILL_PORTS:-8100 8101})   # one engine for each
 DECODE_PORTS=(${DECODE_PORTS:-8200 8201})
 KV_PORT=${KV_PORT:-20050}                     # decode engine i listens at KV_PORT + i * DECODE_TP, one port for each rank
-MAX_MODEL_LEN=${MAX_MODEL_LEN:-8192}
-MAX_NUM_SEQS=${MAX_NUM_SEQS:-4}
-TOPK_BUFFER_SIZE=${TOPK_BUFFER_SIZE:-512}     # decode's hot rows per request and layer: at least index_topk (GLM-5.x: 4096)
-DRAM_GB=${DRAM_GB:-1}                         # host memory for the main KV of each decode engine
-PREFILL_TP=${PREFILL_TP:-1}                   # a multiple of DECODE_TP
-DECODE_TP=${DECODE_TP:-1}
+if [[ $PLATFORM == cpu ]]; then               # the example model's sizes, and those of a real one
+  DEFAULTS=(8192 4 512 1 1)
+else
+  DEFAULTS=(65536 32 4096 128 8)
+fi
+MAX_MODEL_LEN=${MAX_MODEL_LEN:-${DEFAULTS[0]}}
+MAX_NUM_SEQS=${MAX_NUM_SEQS:-${DEFAULTS[1]}}          # decode reserves hot rows for so many requests
+TOPK_BUFFER_SIZE=${TOPK_BUFFER_SIZE:-${DEFAULTS[2]}}  # decode's hot rows per request and layer: at least index_topk
+DRAM_GB=${DRAM_GB:-${DEFAULTS[3]}}                    # host memory for the main KV of each decode engine
+PREFILL_TP=${PREFILL_TP:-${DEFAULTS[4]}}              # a multiple of DECODE_TP
+DECODE_TP=${DECODE_TP:-${DEFAULTS[4]}}
 STORE=${STORE:-none}                          # behind prefill: none; local, each engine's own; memcache, their common pool (NPUs only)
 SHARED_BUFFERS=${SHARED_BUFFERS:-3}           # with a store: device buffers that prefill's layers but the first share
 STORE_GB=${STORE_GB:-4}                       # with a store: host memory of each prefill engine; with memcache of each rank
@@ -53,6 +58,7 @@ if [[ $PLATFORM == cpu ]]; then
   # vLLM leaves a core of a small machine idle by default, and threads that spin starve the others.
   export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
   BACKEND=nixl
+  DECODE_OPTIONS=() RECOMPUTE=
   PLATFORM_OPTIONS=(--enforce-eager --kv-cache-memory-bytes "${KV_BYTES:-$((64 << 20))}")
   if [[ -z $MODEL && $ROLE != proxy ]]; then
     MODEL=$PWD/.demo/example-model
@@ -66,6 +72,9 @@ else
   : "${MODEL:?give a checkpoint}"
   BACKEND=memfabric
   PLATFORM_OPTIONS=()
+  DECODE_OPTIONS=(--enforce-eager)
+  # A request that decode preempts goes back to the proxy, which sends it on: docs/proxy.md.
+  RECOMPUTE=', "recompute_scheduler_enable": true'
 fi
 
 PREFILL_KV="{
@@ -115,12 +124,12 @@ serve_prefill() {
 
 serve_decode() {
   export ASCEND_RT_VISIBLE_DEVICES=$(devices "$1" "$DECODE_TP")
-  exec vllm serve "$MODEL" "${COMMON[@]}" \
+  exec vllm serve "$MODEL" "${COMMON[@]}" "${DECODE_OPTIONS[@]}" \
     --port "${DECODE_PORTS[$1]}" --tensor-parallel-size "$DECODE_TP" \
     --additional-config "{
       \"sparse_kv_offload_config\": {
         \"enabled\": true, \"topk_buffer_size\": $TOPK_BUFFER_SIZE, \"dram_size_per_dp_GB\": $DRAM_GB
-      }
+      }$RECOMPUTE
     }" \
     --kv-transfer-config "{
       \"kv_connector\": \"SfaRemoteD2HConnector\", \"kv_role\": \"kv_consumer\", \"kv_port\": $((KV_PORT + $1 * DECODE_TP)),

@@ -36,7 +36,7 @@ def missing() -> str:
     """Why real MemCache can't run here, "" if it can."""
     absent = [name for name in PACKAGES if find_spec(name) is None]
     if absent:
-        return f"packages {', '.join(absent)} are not installed (pip install 'vllm-kvoffload[store]')"
+        return f"packages {', '.join(absent)} are not installed (pip install '.[store]')"
     compilers = [name for name in ("cc", "c++") if shutil.which(name) is None]
     return f"no {' and no '.join(compilers)} to build the stand-ins of CANN with" if compilers else ""
 

@@ -153,10 +153,12 @@ def test_flags_that_can_not_work(flags: str, message: str, monkeypatch: pytest.M
         settings_of(flags.split())
 
 
-def test_the_command_says_what_is_wrong() -> None:
-    ended = subprocess.run(
-        [*COMMAND, "--host", "::"], capture_output=True, text=True, timeout=60, check=False
-    )
+@pytest.mark.parametrize(
+    ("flags", "said"), [(("--host", "::"), "--advertise-host"), (("--bogus",), "arguments: --bogus. Fix: ")]
+)
+def test_the_command_says_what_is_wrong(flags: tuple[str, ...], said: str) -> None:
+    ended = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
-    assert "--advertise-host" in ended.stderr
+    assert said in ended.stderr
+    assert ended.stderr.count("\n") == 1
     assert "Traceback" not in ended.stderr

@@ -160,6 +160,11 @@ def test_files_are_not_replaced_unasked(tmp_path: Path) -> None:
     assert "20GB" in (tmp_path / "mmc-local.conf").read_text()
 
 
+@pytest.mark.parametrize(("given", "meant"), [("64", "64GB"), ("1500MB", "2GB")])
+def test_sizes_without_a_unit_are_taken_for_gigabytes(tmp_path: Path, given: str, meant: str) -> None:
+    assert f'set it to "{meant}"' in conf("--out", tmp_path, "--dram-size", given).output
+
+
 @pytest.mark.parametrize("options", [(), ("--out", "a", "--check", "b")])
 def test_one_of_two_things_is_asked_for(options: tuple[str, ...]) -> None:
     assert "use --out FOLDER or --check FOLDER" in conf(*options).output
@@ -174,14 +179,16 @@ def meta(*options: object) -> Result:
     return CliRunner().invoke(app, ["meta", *map(str, options)])
 
 
-def test_a_meta_service_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_meta_service_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "memcache_hybrid", None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv("MMC_META_CONFIG_PATH", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as other:
         ports = [made.getsockname()[1] for made in (taken, other)]
     result = meta("--meta-port", ports[0], "--config-store-port", ports[1])
     assert result.exit_code == 2
-    assert "pip install memcache-hybrid" in result.output
+    assert ".[store]" in result.output
+    assert not list(tmp_path.iterdir()), "its own file stays"
 
 
 def test_a_meta_service_on_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ def test_no_baseline_is_valid_json(config_file):
         (glm_5_3(), ("--dram-gb", 0), ["dram_size_per_dp_GB=0", "set it to 1"]),
         (glm_5_3(), ("--aggregated", "--prefill-buffers", 9), ["prefill_buffers=9", "set it to 8"]),
         (glm_5_3(), ("--max-model-len", 0), ["max_model_len=0", "--max-model-len 1"]),
-        (glm_5_3(), ("--device-gb", 1), ["kv_cache_memory_bytes=1073741824", "--kv-cache-memory-bytes"]),
+        (glm_5_3(), ("--device-gb", 1), ["device_gb=1.0", "give --device-gb 27"]),
         (
             glm_5_3(),
             ("--device-gb", 80, "--dram-gb", 8),

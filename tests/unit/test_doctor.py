@@ -30,6 +30,7 @@ FILES = {
     "etc/local.conf": LOCAL,
     "opt/ops.so": "",
     "opt/memfabric/lib64/libx.so": "",
+    "site/memfabric_hybrid/lib/libmf_hybm_accoffload.so": "",
 }
 ENVIRON = {
     "PYTHONHASHSEED": "0",
@@ -38,7 +39,9 @@ ENVIRON = {
     "KVOFFLOAD_ASCEND_OPS": "/opt/ops.so",
     "MEMFABRIC_HYBRID_EXTEND_LIB_PATH": "/opt/memfabric/lib64",
 }
-PACKAGES = {"vllm-ascend": "0.23.0.post1", "memfabric_hybrid": "1.2.0", "memcache_hybrid": "1.1.0"}
+PACKAGES = {
+    "vllm": "0.23.0", "vllm-ascend": "0.23.0.post1", "memfabric_hybrid": "1.3.0", "memcache_hybrid": "1.3.0",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -47,7 +50,9 @@ def machine(tmp_path: Path) -> Machine:
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    return Machine(tmp_path, ENVIRON, range(20050, 20054), PACKAGES.get, lambda _: True)
+    return Machine(
+        tmp_path, ENVIRON, range(20050, 20054), PACKAGES.get, (tmp_path / "site").joinpath, lambda _: True
+    )
 
 
 def wrong(machine: Machine) -> dict[str, Finding]:
@@ -92,8 +97,9 @@ def test_one_file_is_wrong(
     ("package", "version", "verdict"),
     [
         ("vllm-ascend", None, "fail"), ("vllm-ascend", "0.22.1", "fail"), ("vllm-ascend", "0.24.0", "fail"),
-        ("memfabric_hybrid", None, "fail"), ("memfabric_hybrid", "1.1.0", "fail"),
-        ("memcache_hybrid", None, "warn"),
+        ("vllm", None, "fail"), ("vllm", "0.24.1", "fail"),
+        ("memfabric_hybrid", None, "fail"), ("memfabric_hybrid", "1.2.0", "fail"),
+        ("memcache_hybrid", None, "warn"), ("memcache_hybrid", "1.1.0", "warn"),
     ],
 )  # fmt: skip
 def test_one_package_is_wrong(machine: Machine, package: str, version: str | None, verdict: str) -> None:
@@ -110,13 +116,28 @@ def test_one_package_is_wrong(machine: Machine, package: str, version: str | Non
         ("PYTHONHASHSEED", "", "PYTHONHASHSEED"),
         ("PYTHONHASHSEED", "random", "PYTHONHASHSEED"),
         ("KVOFFLOAD_ASCEND_OPS", "", "AscendC operators"),
-        ("MEMFABRIC_HYBRID_EXTEND_LIB_PATH", "/nowhere", "MEMFABRIC_HYBRID_EXTEND_LIB_PATH"),
+        ("MEMFABRIC_HYBRID_EXTEND_LIB_PATH", "/nowhere", "MemFabric's kernels"),
     ],
 )
 def test_one_variable_is_wrong(machine: Machine, variable: str, value: str, check: str) -> None:
     found = wrong(replace(machine, environ={**ENVIRON, variable: value}))
     assert list(found) == [check]
     assert found[check].verdict is Verdict.WARN
+
+
+def test_memfabric_alone_may_be_older(machine: Machine) -> None:
+    versions = {**PACKAGES, "memfabric_hybrid": "1.2.0", "memcache_hybrid": None}
+    assert list(wrong(replace(machine, version=versions.get))) == ["memcache_hybrid"]
+    versions["memfabric_hybrid"] = "1.1.0"
+    assert "memfabric_hybrid" in wrong(replace(machine, version=versions.get))
+
+
+def test_kernels_beside_memfabrics_libraries(machine: Machine) -> None:
+    """Where release 1.3 has an empty file until they are built."""
+    bare = replace(machine, environ={**ENVIRON, "MEMFABRIC_HYBRID_EXTEND_LIB_PATH": ""})
+    assert list(wrong(bare)) == ["MemFabric's kernels"]
+    (machine.root / "site/memfabric_hybrid/lib/libmf_hybm_accoffload.so").write_text("built")
+    assert wrong(bare) == {}
 
 
 def test_ports(machine: Machine) -> None:

@@ -125,9 +125,11 @@ def check_engine(started: Started, device: str, tp_size: int = 1, store: str = "
     offload = parse_sparse_offload(additional)
     assert (SECTION in (additional or {})) == offload.enabled == (role != "kv_producer")
     assert started.option("--tensor-parallel-size") == str(tp_size)
+    if device == "npu" and offload.enabled:
+        assert "--enforce-eager" in started.arguments
     facts = EngineFacts(
-        index_topk=256,
-        block_size=64,
+        index_topk=256 if device == "cpu" else 2048,
+        block_size=64 if device == "cpu" else 128,
         kv_role=role,
         max_num_seqs=int(started.option("--max-num-seqs")),
         kv_cache_dtype="auto",
@@ -172,7 +174,7 @@ def test_single_box_with_a_store(tmp_path: Path, store: str) -> None:
     more = {"STORE": store, "STORE_GB": "2", "PREFILL_TP": "2", "META_PORT": str(free_port())}
     device = {"local": "cpu", "memcache": "npu"}[store]
     if device == "npu":
-        more |= {"PLATFORM": "ascend", "MODEL": "/models/a"}
+        more |= {"PLATFORM": "ascend", "MODEL": "/models/a", "DECODE_TP": "1"}
     *service, prefill, decode, _ = run(tmp_path, "pd_single_box.sh", 3 + 2 * (store == "memcache"), **more)
     assert check_engine(prefill, device, 2, store) == "kv_producer"
     assert "--enforce-eager" in prefill.arguments

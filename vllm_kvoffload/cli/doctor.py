@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +23,9 @@ from vllm_kvoffload.platforms.ascend.symbols import OLDEST, RELEASE, TOO_NEW
 LEAST_DRIVER = (25, 5, 1)
 LEAST_CANN = (8, 5)
 HUGE_PAGES = 200000
-MEMFABRIC = (1, 2)
+VLLM = (0, 23)
+MEMFABRIC, MEMCACHE = (1, 2), (1, 3)
+COPY_KERNEL = "libmf_hybm_accoffload.so"
 DRIVER_INFO = ("usr/local/Ascend/driver/version.info", "var/driver/version.info")
 CANN_INFO = (
     "usr/local/Ascend/cann/compiler/version.info",
@@ -31,6 +34,7 @@ CANN_INFO = (
 )
 META_URL, META_STORE = "ock.mmc.meta_service_url", "ock.mmc.meta_service.config_store_url"
 LOCAL_STORE, PROTOCOL = "ock.mmc.local_service.config_store_url", "ock.mmc.local_service.protocol"
+EXTEND = "MEMFABRIC_HYBRID_EXTEND_LIB_PATH"
 PROTOCOLS = ("device_sdma", "device_rdma")
 
 
@@ -54,12 +58,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is looked at. ports: those that decode's control plane needs. free: whether one can be bound."""
+    """What is looked at.
+
+    ports: those that decode's control plane needs; free: whether one can be bound. version, folder: of an
+    installed package, None for one that isn't.
+    """
 
     root: Path = Path("/")
     environ: Mapping[str, str] | None = None
     ports: range = range(0)
     version: Callable[[str], str | None] | None = None
+    folder: Callable[[str], Path | None] | None = None
     free: Callable[[int], bool] | None = None
 
     def variable(self, name: str) -> str:
@@ -82,6 +91,11 @@ def installed_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def package_folder(name: str) -> Path | None:
+    spec = find_spec(name)
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
 
 
 def can_bind(port: int) -> bool:
@@ -123,6 +137,13 @@ def check_file_version(
     return Finding(what, Verdict.FAIL, f"none of {', '.join(paths)}", fix)
 
 
+def check_vllm(machine: Machine) -> Finding:
+    found = machine.installed("vllm")
+    good = found is not None and numbers(found)[:2] == VLLM
+    fix = "" if good else f"pip install vllm=={dotted(VLLM)}.0, which vllm-ascend {RELEASE} is made for"
+    return Finding("vllm", Verdict.OK if good else Verdict.FAIL, found or "not installed", fix)
+
+
 def check_vllm_ascend(machine: Machine) -> Finding:
     found = machine.installed("vllm-ascend")
     fix = f"pip install vllm-ascend=={RELEASE}"
@@ -133,23 +154,50 @@ def check_vllm_ascend(machine: Machine) -> Finding:
     return Finding("vllm-ascend", Verdict.OK if good else Verdict.FAIL, found, "" if good else fix)
 
 
-def check_package(
-    machine: Machine, name: str, least: tuple[int, ...], needed: str, verdict: Verdict
-) -> Finding:
-    """A hybrid package, which isn't on the package index."""
-    found = machine.installed(name)
-    fix = f"{needed}: build and install release/{dotted(MEMFABRIC)}, see docs/ascend.md"
-    if found is None:
-        return Finding(name, verdict, "not installed", fix)
-    good = numbers(found) >= least
-    return Finding(name, Verdict.OK if good else verdict, found, "" if good else fix)
+def check_memfabric(machine: Machine) -> Finding:
+    """MemCache needs the release of its own number."""
+    found = machine.installed("memfabric_hybrid")
+    cache = machine.installed("memcache_hybrid")
+    least = MEMFABRIC if cache is None else MEMCACHE
+    who = "P/D and the host pool" if cache is None else f"memcache_hybrid {cache}"
+    good = found is not None and numbers(found) >= least
+    fix = "" if good else f"{who} needs {dotted(least)} or later: install it, see docs/ascend.md"
+    return Finding("memfabric_hybrid", Verdict.OK if good else Verdict.FAIL, found or "not installed", fix)
+
+
+def check_memcache(machine: Machine) -> Finding:
+    found = machine.installed("memcache_hybrid")
+    good = found is not None and numbers(found) >= MEMCACHE
+    what = f"a KV store of many prefill engines needs {dotted(MEMCACHE)} or later"
+    fix = "" if good else f"{what}: pip install '.[store]', see docs/ascend.md"
+    return Finding("memcache_hybrid", Verdict.OK if good else Verdict.WARN, found or "not installed", fix)
+
+
+def check_copy_kernel(machine: Machine) -> Finding:
+    """Release 1.2 finds them through a variable, 1.3 beside its libraries, where they have to be built."""
+    name = "MemFabric's kernels"
+    folder = (machine.folder or package_folder)("memfabric_hybrid")
+    built = folder / "lib" / COPY_KERNEL if folder is not None else None
+    if built is not None and built.is_file() and built.stat().st_size:
+        return Finding(name, Verdict.OK, str(built))
+    path = machine.variable(EXTEND)
+    if path and (machine.root / path.lstrip("/")).is_dir():
+        return Finding(name, Verdict.OK, path)
+    found = f"{path}: no such folder" if path else "not built" if built is not None else "not there"
+    fix = (
+        f"release 1.3: mfcli kernel install, with CANN and torch_npu; 1.2: its set_env.sh, or export {EXTEND}"
+    )
+    return Finding(name, Verdict.WARN, found, fix)
 
 
 def check_hugepages(machine: Machine) -> Finding:
     text = machine.read("proc/sys/vm/nr_hugepages") or "0"
     pages = int(text.strip() or 0)
     good = pages >= HUGE_PAGES
-    fix = f"echo {HUGE_PAGES} > /proc/sys/vm/nr_hugepages, as root, on each host"
+    fix = (
+        "as root, on each host: echo PAGES > /proc/sys/vm/nr_hugepages, with 512 for each GiB of host pools "
+        f"and of MemCache's DRAM, and some more; {HUGE_PAGES} are {HUGE_PAGES // 512} GiB"
+    )
     return Finding("huge pages", Verdict.OK if good else Verdict.WARN, str(pages), "" if good else fix)
 
 
@@ -161,21 +209,13 @@ def check_hash_seed(machine: Machine) -> Finding:
     return Finding("PYTHONHASHSEED", Verdict.OK if good else Verdict.WARN, found, "" if good else fix)
 
 
-def check_library_path(machine: Machine) -> Finding:
-    name = "MEMFABRIC_HYBRID_EXTEND_LIB_PATH"
-    path = machine.variable(name)
-    if path and (machine.root / path.lstrip("/")).is_dir():
-        return Finding(name, Verdict.OK, path)
-    fix = f"source /usr/local/memfabric_hybrid/set_env.sh, or export {name} to its lib64"
-    return Finding(name, Verdict.WARN, f"{path}: no such folder" if path else "not set", fix)
-
-
 def check_ports(machine: Machine) -> Finding:
     if not machine.ports:
         return Finding("ports", Verdict.OK, "none asked for (--kv-port, --ranks)")
     shown = f"{machine.ports.start} to {machine.ports.stop - 1}"
     if machine.ports.start < 1 or machine.ports.stop > 65536:
-        return Finding("ports", Verdict.FAIL, f"{shown} are no ports", "choose another kv_port")
+        fix = f"choose a kv_port from 1 to {65536 - len(machine.ports)}"
+        return Finding("ports", Verdict.FAIL, f"{shown} are no ports", fix)
     taken = [port for port in machine.ports if not (machine.free or can_bind)(port)]
     if taken:
         fix = "choose a kv_port with as many free ports as decode has DP x TP ranks"
@@ -238,10 +278,11 @@ def examine(machine: Machine) -> list[Finding]:
     return [
         check_file_version(machine, "NPU driver", DRIVER_INFO, LEAST_DRIVER),
         check_file_version(machine, "CANN", CANN_INFO, LEAST_CANN),
+        check_vllm(machine),
         check_vllm_ascend(machine),
-        check_package(machine, "memfabric_hybrid", MEMFABRIC, "P/D and the host pool need it", Verdict.FAIL),
-        check_package(machine, "memcache_hybrid", (1, 1), "the KV store on prefill needs it", Verdict.WARN),
-        check_library_path(machine),
+        check_memfabric(machine),
+        check_memcache(machine),
+        check_copy_kernel(machine),
         check_hugepages(machine),
         check_hash_seed(machine),
         check_ports(machine),
@@ -254,7 +295,7 @@ def print_findings(findings: list[Finding], console: Console) -> None:
     """One row a check; the fixes of what isn't right below."""
     table = Table(box=None)
     for title in ("", "check", "found"):
-        table.add_column(title)
+        table.add_column(title, overflow="fold")
     for finding in findings:
         table.add_row(finding.verdict.value, finding.check, finding.found)
     console.print(table)

@@ -38,7 +38,7 @@ def size(
     *,
     model: Annotated[Path, typer.Option(help="Model folder, or its config.json.")],
     device_gb: Annotated[
-        float | None, typer.Option(help="Device memory for KV in all, GiB. Without it: what is needed.")
+        float | None, typer.Option(help="Memory for KV of each device, GiB. Without it: what is needed.")
     ] = None,
     dram_gb: Annotated[int, typer.Option(help="dram_size_per_dp_GB: host memory for main KV, GiB.")] = 128,
     topk_buffer_size: Annotated[int, typer.Option(help="Hot-pool slots of a request.")] = 4096,

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -139,7 +139,7 @@ def meta(
     """Run MemCache's MetaService until a signal."""
     from vllm_kvoffload.store import memcache_conf as files
 
-    with _errors("meta"):
+    with _errors("meta"), ExitStack() as stack:
         given = config or (
             Path(os.environ[files.META_VARIABLE]) if os.environ.get(files.META_VARIABLE) else None
         )
@@ -151,7 +151,8 @@ def meta(
                 lease_ttl_ms=lease_ttl_ms,
                 log_level=log_level,
             )
-            given = Path(tempfile.mkdtemp(prefix="kvoffload-meta-")) / files.META_FILE
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvoffload-meta-"))
+            given = Path(folder) / files.META_FILE
             given.write_text(files.render(cluster)[files.META_FILE], encoding="utf-8")
         raise typer.Exit(_serve(given))
 
@@ -208,5 +209,5 @@ def _load() -> Any:
     try:
         return import_module("memcache_hybrid")
     except (ImportError, OSError) as error:
-        fix = "pip install memcache-hybrid"
+        fix = "install the extra: pip install '.[store]' where this repository is"
         raise ConfigError("memcache_hybrid", None, f"can't be imported: {error}", fix) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from typing import NoReturn
 
 from vllm_kvoffload.proxy.settings import Deadlines, ProxySettings, SettingsError, addresses, proxy_settings
 
@@ -22,9 +23,16 @@ DEADLINE_HELP = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """Errors in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}. Fix: see {self.prog} --help\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """The flags of vLLM-Ascend's layerwise proxy, and ours."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="kvoffload proxy",
         description="OpenAI-compatible proxy in front of prefill and decode engines.",
         epilog=f"The admin token is taken from {TOKEN_VARIABLE}; without it there is no /admin.",
@@ -87,6 +95,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         from vllm_kvoffload.proxy.server import run
     except ModuleNotFoundError as error:
-        made.exit(2, f"kvoffload proxy: {error}; pip install 'vllm-kvoffload[proxy]'\n")
+        made.exit(
+            2,
+            f"kvoffload proxy: {error}; install the extra: pip install '.[proxy]' where this repository is\n",
+        )
     run(settings)
     return 0

@@ -20,6 +20,7 @@ from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.layerwise.buffer_plan import geometry_layers, parse_buffer_options, plan_buffers
 from vllm_kvoffload.sparse.capacity import (
     Budget,
+    CapacityError,
     CapacityInputs,
     CapacityPlan,
     plan_capacity,
@@ -90,7 +91,16 @@ def size_report(request: SizeRequest) -> dict[str, Any]:
     }
     if request.device_gb is not None:
         budget = replace(inputs, device_bytes=int(request.device_gb * GIB))
-        report["capacity"] = _capacity_report(plan_capacity(budget), budget)
+        try:
+            report["capacity"] = _capacity_report(plan_capacity(budget), budget)
+        except CapacityError as error:
+            if error.key != "kv_cache_memory_bytes":
+                raise
+            needed = math.ceil(required_budget(budget, length).device_bytes / GIB * 10) / 10
+            fix = (
+                f"give --device-gb {needed:g}, or lower --max-num-seqs, --max-model-len or --topk-buffer-size"
+            )
+            raise ConfigError("device_gb", request.device_gb, error.rule, fix) from error
     return report
 
 

@@ -173,7 +173,8 @@ def _check_dram(text: str, protocol: str) -> None:
     if not 0 < size <= TIB:
         raise ConfigError("dram_size", text, "must be above 0 and at most 1TB", 'write it as "10GB"')
     if protocol.startswith("device_") and size % GIB:
-        fix = f'set it to "{-(-size // GIB)}GB"'
+        whole = int(text) if text.strip().isdigit() and size <= 1024 else -(-size // GIB)  # meant as GB
+        fix = f'set it to "{whole}GB"'
         raise ConfigError("dram_size", text, f"must be whole GB with {protocol}", fix)
 
 

@@ -30,7 +30,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
         figure_module = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise MissingMatplotlib(
-            f"matplotlib is not installed; install the extra: pip install 'vllm-kvoffload[{EXTRA}]'"
+            f"matplotlib is not installed: pip install '.[{EXTRA}]' where this repository is"
         ) from error
     colours = importlib.import_module("matplotlib").colormaps[COLOURS]
     traces = list(dict.fromkeys(result.trace for result in results))
