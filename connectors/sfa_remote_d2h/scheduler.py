@@ -171,11 +171,13 @@ class PrefillScheduler:
         return made
 
     def lost(self, block_ids: Collection[int]) -> None:
-        """Blocks lost their KV: their requests' transfers were closed, and begin anew if they go on."""
-        for tracked in self._tracked.values():
+        """Blocks lost their KV: their requests' transfers end, also where the request only wasn't stored, and
+        begin anew if it goes on."""
+        for req_id, tracked in self._tracked.items():
             if tracked.opened and not set(block_ids).isdisjoint(tracked.blocks):
                 tracked.opened = tracked.complete = False
                 tracked.published = 0
+                self._dropped.append((req_id, True))
 
     def _forget_blocks(self, req_id: str) -> None:
         """The request was preempted, unless it has only just been given its blocks."""

@@ -192,6 +192,26 @@ def test_a_preemption_begins_again(prefill, same_step):
     assert (step.opens, step.start, step.blocks) == (True, 0, (1,))
 
 
+@pytest.mark.parametrize("preempted", [False, True])
+def test_a_loss_begins_again(prefill, preempted):
+    """The transfer ends before anybody else is given the blocks."""
+    served = request(params=dict(REMOTE))
+    prefill.allocated(served)
+    req_id = served.request_id
+    run(prefill, req_id, [5, 6, 7], 0, 10, new=True)
+    prefill.lost({6})
+    if preempted:
+        assert prefill.metadata(Output(preempted_req_ids={req_id})).dropped == [(req_id, True)]
+        prefill.allocated(served)
+        made = run(prefill, req_id, [1, 2, 3], 0, 10)
+    else:
+        made = run(prefill, req_id, [], 4, 6)
+        assert made.dropped == [(req_id, True)]
+    (step,) = made.steps
+    assert (step.opens, step.start, step.final) == (True, 0, True)
+    assert step.blocks == ((1, 2, 3) if preempted else (5, 6, 7))
+
+
 def test_several_prompts_in_one_call(prefill):
     batch = {"cmpl-a-0": dict(REMOTE), "cmpl-a-1": {**REMOTE, "remote_cached_tokens": 8}}
     params = {**REMOTE, "batch_kv_transfer_params": batch}
