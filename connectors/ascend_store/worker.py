@@ -83,6 +83,7 @@ class StoreWorker:
         self._publishes, self._shares, self._agree = publishes, shares, agree
         self._requests: dict[str, Held] = {}
         self._step: list[Current] = []
+        self._number = 0  # of the step; the same on all ranks
         self._invalid: set[int] = set()
         self._unquiet_writes: list[WriteObject] = []
         self._unquiet_reads: list[ReadObject] = []
@@ -93,6 +94,7 @@ class StoreWorker:
         """Opens what the step needs, and starts its first loads."""
         for req_id in metadata.dropped:
             self._forget(req_id)
+        self._number += 1
         self._step = [Current(step, self._update(step)) for step in metadata.steps]
         self.prompt_tokens += sum(step.end - step.computed for step in metadata.steps)
         self._pin()
@@ -236,8 +238,8 @@ class StoreWorker:
 
     def _partial(self, step: StoreStep, number: int) -> str:
         end = min((number + 1) * self._block_size, step.end)
-        # Drafts of different steps may end at the same token.
-        return self._keys.partial(f"{step.req_id}-{step.computed}", number, end)
+        # Drafts of different steps may end at the same token, also after a loss, or a preemption.
+        return self._keys.partial(f"{step.req_id}-{self._number}", number, end)
 
     def _new_rows(self, current: Current) -> int:
         """Rows that have to be saved: with shared buffers those that the step computes, else whole blocks."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 import copy
 import os
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
@@ -25,12 +27,13 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_kvoffload.connectors.ascend_store.planning import buffer_plan, key_space
 from vllm_kvoffload.connectors.ascend_store.worker import StoreWorker
+from vllm_kvoffload.layerwise.buffer_plan import BufferPlan
 from vllm_kvoffload.layerwise.pipeline import LayerMemory, LayerPipeline, Limits, Part
 from vllm_kvoffload.runtime import CpuRuntime
 from vllm_kvoffload.store import StoreError
@@ -43,6 +46,7 @@ VOCABULARY = 50
 MASK = (1 << 62) - 1
 ROW = 8
 OBJECT_PAGES = 4096
+DEADLINE_S = 60.0
 
 
 def chain(before: int, token: int) -> int:
@@ -56,6 +60,11 @@ def chains(tokens: Sequence[int]) -> list[int]:
         value = chain(value, token)
         made.append(value)
     return made
+
+
+def following(tokens: Sequence[int]) -> int:
+    """The token that the model samples."""
+    return chains(tokens)[-1] % VOCABULARY
 
 
 def row(layer: int, value: int) -> int:
@@ -72,6 +81,7 @@ class Faults:
     lookup: float = 0.0
     publish: float = 0.0
     down: bool = False
+    hang: float = 0.0
 
 
 class FaultyStore:
@@ -80,6 +90,14 @@ class FaultyStore:
     def __init__(self, store: LocalStore, dice: random.Random) -> None:
         self.store, self.dice, self.faults = store, dice, Faults()
         self.name = store.name
+        self.hanging: list[tuple[threading.Event, threading.Event]] = []
+
+    def let_go(self) -> None:
+        """Copies that hang move their bytes now."""
+        while self.hanging:
+            go, over = self.hanging.pop()
+            go.set()
+            assert over.wait(DEADLINE_S)
 
     def _check(self) -> None:
         if self.faults.down:
@@ -108,6 +126,15 @@ class FaultyStore:
 
     def copy(self, spans, direction):
         self._check()
+        if self.dice.random() < self.faults.hang:
+            go, over = threading.Event(), threading.Event()
+            self.hanging.append((go, over))
+            assert go.wait(DEADLINE_S)
+            try:
+                self.store.copy(spans, direction)
+            finally:
+                over.set()
+            return
         chance = self.faults.load if direction == "load" else self.faults.save
         pages = {int(address) // OBJECT_PAGES for address in spans.object_address}
         if any(self.dice.random() < chance for _ in pages):
@@ -125,20 +152,84 @@ class Client:
     finish: str = ""
 
 
+@dataclass
+class Work:
+    """What a step computes of a request: tokens [begin, end). values: of tokens [0, end)."""
+
+    name: str
+    blocks: np.ndarray
+    begin: int
+    end: int
+    values: np.ndarray
+
+
+class Rank:
+    """A worker: its caches, its client of the store, its pipeline."""
+
+    def __init__(
+        self, plan: BufferPlan, num_blocks: int, store: FaultyStore, limits: Limits, **options: Any
+    ) -> None:  # fmt: skip
+        self.plan, self.store = plan, store
+        shape = (num_blocks, BLOCK)
+        self.main = [np.full(shape, -1, dtype=np.int64) for _ in plan.slots]
+        self.keys = [np.full(shape, -1, dtype=np.int64) for _ in plan.slots]
+        memory, offset = [], 0
+        for position, layer in enumerate(plan.layers):
+            parts = []
+            for cache in self.caches(position):
+                parts.append(Part(cache.ctypes.data, BLOCK * ROW, ROW, offset))
+                offset += BLOCK * ROW
+            memory.append(LayerMemory(layer.index, tuple(parts)))
+        self.object_bytes = offset
+        store.store.register([Region(int(c.ctypes.data), c.nbytes) for c in (*self.main, *self.keys)])
+        self.runtime = CpuRuntime()
+        self.pipeline = LayerPipeline(plan, memory, num_blocks, store, self.runtime, limits)
+        self.worker = StoreWorker(
+            store, pipeline=self.pipeline, block_size=BLOCK, object_bytes=offset, shares=plan.has_reuse,
+            **options,
+        )  # fmt: skip
+
+    def caches(self, position: int) -> list[np.ndarray]:
+        slot = self.plan.slot_of[position]
+        return [self.main[slot], self.keys[slot]][: 2 if self.plan.layers[position].indexer else 1]
+
+    def compute(self, position: int, work: Sequence[Work], garbage: set[str]) -> set[str]:
+        """A layer. garbage: requests whose input is; returns those whose output is."""
+        found: set[str] = set()
+        for one in work:
+            where = np.arange(one.begin, one.end)
+            wanted = -7 if one.name in garbage else rows(position, one.values[one.begin :])
+            for cached in self.caches(position):
+                cached[one.blocks[where // BLOCK], where % BLOCK] = wanted
+        for one in work:
+            where = np.arange(one.end)
+            wanted = rows(position, one.values)
+            for cached in self.caches(position):
+                if not np.array_equal(cached[one.blocks[where // BLOCK], where % BLOCK], wanted):
+                    found.add(one.name)
+        return found
+
+
+def rows(position: int, values: Any) -> np.ndarray:
+    return np.array([row(position, int(value)) for value in values], dtype=np.int64)
+
+
 _numbers = count()
 
 
 @lru_cache
 def _config(
-    checkpoint: Path, policy: str, shared: int | None, independent: Any, budget: int, threshold: int
+    checkpoint: Path, policy: str, shared: int, independent: Any, budget: int, threshold: int, drafts: int
 ) -> Any:
     extra: dict[str, Any] = {"backend": "local", "use_layerwise": True, "local_dram_size_GB": 1.0}
     extra["layerwise_num_shared_buffers"] = shared
     extra["layerwise_independent_layers"] = independent if independent == "all" else list(independent)
+    ngram = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
     return EngineArgs(
         model=str(checkpoint), max_model_len=96, max_num_seqs=6, max_num_batched_tokens=budget,
         enforce_eager=True, dtype="float32", tokenizer_mode="hf", block_size=BLOCK,
         kv_cache_memory_bytes=1 << 24, long_prefill_token_threshold=threshold,
+        speculative_config=ngram if drafts else None,
         kv_transfer_config={
             "kv_connector": "AscendStoreConnector", "kv_role": "kv_producer",
             "kv_load_failure_policy": policy, "kv_connector_extra_config": extra,
@@ -147,72 +238,75 @@ def _config(
 
 
 class Engine:
-    """One engine. `wrong` lists what was not as it must be."""
+    """One engine. `wrong` lists what was not as it must be.
+
+    objects: that the store has room for. drafts: for each step of a request. deadline_s: of a copy.
+    """
 
     def __init__(
-        self, checkpoint: Path, seed: int, *, policy: str = "recompute", shared: int | None = 2,
+        self, checkpoint: Path, seed: int, *, policy: str = "recompute", shared: int = 2,
         independent: Any = (0,), num_blocks: int = 24, objects: int = 60, budget: int = 24,
-        threshold: int = 0,
+        threshold: int = 0, drafts: int = 0, ranks: int = 1, deadline_s: float = 30.0,
     ) -> None:  # fmt: skip
         self.dice = random.Random(seed)
         self.wrong: list[str] = []
         self.clients: dict[str, Client] = {}
-        self.config = copy.deepcopy(_config(checkpoint, policy, shared, independent, budget, threshold))
+        config = _config(checkpoint, policy, shared, independent, budget, threshold, drafts)
+        self.config = copy.deepcopy(config)
         self.config.kv_transfer_config.engine_id = f"model-{os.getpid()}-{next(_numbers)}"
-        self.block_size = self.config.cache_config.block_size
         self.config.cache_config.num_gpu_blocks = num_blocks
         plan = buffer_plan(self.config)
         assert plan is not None
-        self.plan, self.num_blocks = plan, num_blocks
-        self._make_worker(objects)
+        self.plan, self.num_blocks, self.drafts = plan, num_blocks, drafts
+        self._make_ranks(ranks, objects, Limits(deadline_s=deadline_s))
         self._make_scheduler()
 
-    def _make_worker(self, objects: int) -> None:
-        plan, size = self.plan, self.block_size
-        shape = (self.num_blocks, size)
-        self.main = [np.full(shape, -1, dtype=np.int64) for _ in plan.slots]
-        self.keys = [np.full(shape, -1, dtype=np.int64) for _ in plan.slots]
-        memory, offset = [], 0
-        for position, layer in enumerate(plan.layers):
-            parts = []
-            for cache in self.caches(position):
-                parts.append(Part(cache.ctypes.data, size * ROW, ROW, offset))
-                offset += size * ROW
-            memory.append(LayerMemory(layer.index, tuple(parts)))
-        self.memory, self.object_bytes = memory, offset
+    def _make_ranks(self, count: int, objects: int, limits: Limits) -> None:
         engine_id = str(self.config.kv_transfer_config.engine_id)
-        self.owner = LocalStore(engine_id, objects * OBJECT_PAGES)
-        self.owner.register([Region(int(c.ctypes.data), c.nbytes) for c in (*self.main, *self.keys)])
-        self.store = FaultyStore(self.owner, self.dice)
-        self.runtime = CpuRuntime()
-        self.pipeline = LayerPipeline(plan, memory, self.num_blocks, self.store, self.runtime, Limits())
         self.key_space = key_space(self.config)
-        self.worker = StoreWorker(
-            self.store, self.key_space, self.pipeline, block_size=size, object_bytes=offset, publishes=True,
-            shares=plan.has_reuse, agree=lambda lost: lost,
-        )  # fmt: skip
+        self.owner = LocalStore(engine_id, objects * OBJECT_PAGES)
+        self.losses: list[dict[str, Any]] = [{} for _ in range(count)]
+        self._met = threading.Barrier(count)
+        self._threads = ThreadPoolExecutor(count)
+        self.ranks = []
+        for number in range(count):
+            store = FaultyStore(
+                LocalStore(engine_id) if number else self.owner, random.Random(self.dice.random())
+            )
+            options = {"keys": self.key_space, "publishes": not number, "agree": self._agree(number)}
+            self.ranks.append(Rank(self.plan, self.num_blocks, store, limits, **options))
+
+    def _agree(self, rank: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        def agree(lost: dict[str, Any]) -> dict[str, Any]:
+            self.losses[rank] = lost
+            self._met.wait(DEADLINE_S)
+            found = [entry for part in self.losses for entry in part.items()]
+            self._met.wait(DEADLINE_S)
+            return dict(sorted(found, key=lambda entry: entry[1][1]))
+
+        return agree
 
     def _make_scheduler(self) -> None:
-        spec = MLAAttentionSpec(block_size=self.block_size, num_kv_heads=1, head_size=2, dtype=torch.float32)
+        spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=2, dtype=torch.float32)
         groups = [KVCacheGroupSpec([f"model.layers.{n}" for n in range(len(self.plan.layers))], spec)]
         kinds = self.config.scheduler_config.get_scheduler_cls()
         self.scheduler = kinds(
             vllm_config=self.config,
             kv_cache_config=KVCacheConfig(self.num_blocks, [], groups),
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=self.block_size,
-            hash_block_size=self.block_size,
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
         )
         hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
-        self.hasher = get_request_block_hasher(self.block_size, hash_fn)
-        self.contents: dict[bytes, list[int]] = {}  # by block hash: the chains of its tokens
+        self.hasher = get_request_block_hasher(BLOCK, hash_fn)
+        self.contents: dict[bytes, list[int]] = {}  # by block hash: the values of its tokens
         self.requests: dict[str, Request] = {}
-        self.values: dict[str, list[int]] = {}
 
-    def caches(self, position: int) -> list[np.ndarray]:
-        slot = self.plan.slot_of[position]
-        return [self.main[slot], self.keys[slot]][: 2 if self.plan.layers[position].indexer else 1]
+    def set_faults(self, faults: Faults) -> None:
+        """On every rank."""
+        for rank in self.ranks:
+            rank.store.faults = faults
 
     # ------------------------------------------------------------------------------------------- clients
 
@@ -225,8 +319,9 @@ class Engine:
         self.scheduler.add_request(request)
 
     def abort(self, name: str) -> None:
-        self.clients[name].finish = "abort"
-        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        if not self.clients[name].finish:
+            self.clients[name].finish = "abort"
+            self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     @property
     def live(self) -> list[str]:
@@ -248,6 +343,9 @@ class Engine:
             expected = self._expected(client)
             if client.tokens != expected:
                 self.wrong.append(f"client of {answer.request_id}: {client.tokens}, expected {expected}")
+        if self.drafts:
+            names = [name for name in output.num_scheduled_tokens if name in self.live]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, [self._guess(n) for n in names]))
         self._check_store()
         if not self.plan.has_reuse:
             self._check_prefix_cache()
@@ -256,116 +354,121 @@ class Engine:
     def _expected(self, client: Client) -> list[int]:
         tokens = list(client.prompt)
         for _ in client.tokens:
-            tokens.append(chains(tokens)[-1] % VOCABULARY)
+            tokens.append(following(tokens))
         return tokens[len(client.prompt) :]
 
+    def _guess(self, name: str) -> list[int]:
+        tokens = list(self.requests[name].all_token_ids)
+        for _ in range(self.drafts):
+            tokens.append(following(tokens) if self.dice.random() < 0.6 else self.dice.randrange(VOCABULARY))
+        return tokens[-self.drafts :]
+
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        metadata = output.kv_connector_metadata
-        self.worker.begin_step(metadata)
+        for rank in self.ranks:
+            rank.worker.begin_step(output.kv_connector_metadata)
         names = list(output.num_scheduled_tokens)
-        if names:
-            garbage = self._forward(output, names)
-        self.worker.end_step()
-        self.worker.release(output.finished_req_ids)
-        sampled = []
-        for name in names:
-            request = self.requests[name]
-            end = request.num_computed_tokens  # vLLM has advanced it
-            if end < request.num_tokens:
-                sampled.append([])
-            elif name in garbage:
-                sampled.append([GARBAGE])
-            else:
-                sampled.append([chains(request.all_token_ids)[-1] % VOCABULARY])
-        invalid = self.worker.take_invalid()
+        garbage = self._forward([self._work(output, name) for name in names]) if names else set()
+        list(self._threads.map(lambda rank: rank.worker.end_step(), self.ranks))
+        invalid: set[int] = set()
+        for rank in self.ranks:
+            rank.worker.release(output.finished_req_ids)
+            invalid |= rank.worker.take_invalid()
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: n for n, name in enumerate(names)},
-            sampled_token_ids=sampled,
+            sampled_token_ids=[self._sample(output, name, name in garbage) for name in names],
             kv_connector_output=KVConnectorOutput(invalid_block_ids=invalid),
         )
 
-    def _forward(self, output: SchedulerOutput, names: Sequence[str]) -> set[str]:
-        size, garbage = self.block_size, set()
-        work = []
-        for name in names:
-            request = self.requests[name]
-            end = request.num_computed_tokens
-            begin = end - output.num_scheduled_tokens[name]
-            (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
-            values = chains(request.all_token_ids[:end])
-            self.values[name] = values
-            for number, block_hash in enumerate(request.block_hashes):
-                if (number + 1) * size <= end:
-                    self.contents[bytes(block_hash)] = values[number * size : (number + 1) * size]
-            work.append((name, np.array(blocks), begin, end, np.array(values, dtype=np.int64)))
-        for position, layer in enumerate(self.plan.layers):
-            self.pipeline.wait_layer(layer.index)
-            for cache in self.caches(position):
-                for name, blocks, begin, end, values in work:
-                    where = np.arange(begin, end)
-                    wanted = self._rows(position, values[begin:end])
-                    cache[blocks[where // size], where % size] = -7 if name in garbage else wanted
-            for cache in self.caches(position):
-                for name, blocks, _, end, values in work:
-                    where = np.arange(end)
-                    found = cache[blocks[where // size], where % size]
-                    if not np.array_equal(found, self._rows(position, values[:end])):
-                        garbage.add(name)
-            self.pipeline.layer_done(layer.index)
-        return garbage
+    def _sample(self, output: SchedulerOutput, name: str, garbage: bool) -> list[int]:
+        request = self.requests[name]
+        if request.num_computed_tokens < request.num_tokens:  # vLLM has advanced it
+            return []
+        if garbage:
+            return [GARBAGE]
+        tokens = list(request.all_token_ids)
+        for draft in output.scheduled_spec_decode_tokens.get(name, ()):
+            tokens.append(following(tokens))
+            if tokens[-1] != draft:
+                return tokens[request.num_tokens :]
+        return [*tokens[request.num_tokens :], following(tokens)]
 
-    def _rows(self, position: int, values: Any) -> np.ndarray:
-        return np.array([row(position, int(value)) for value in values], dtype=np.int64)
+    def _work(self, output: SchedulerOutput, name: str) -> Work:
+        request = self.requests[name]
+        end = request.num_computed_tokens
+        (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+        drafts = output.scheduled_spec_decode_tokens.get(name, ())
+        values = chains([*request.all_token_ids, *drafts][:end])
+        for number, block_hash in enumerate(request.block_hashes):
+            if (number + 1) * BLOCK <= end:
+                self.contents[bytes(block_hash)] = values[number * BLOCK : (number + 1) * BLOCK]
+        begin = end - output.num_scheduled_tokens[name]
+        return Work(name, np.array(blocks), begin, end, np.array(values, dtype=np.int64))
+
+    def _forward(self, work: Sequence[Work]) -> set[str]:
+        """Requests whose tokens are garbage."""
+        garbage: set[str] = set()
+        for position, layer in enumerate(self.plan.layers):
+            for rank in self.ranks:
+                rank.pipeline.wait_layer(layer.index)
+            if self.dice.random() < 0.1:
+                for rank in self.ranks:
+                    rank.store.let_go()
+            # What one rank computes reaches the others before the next layer.
+            garbage = garbage.union(*[rank.compute(position, work, garbage) for rank in self.ranks])
+            for rank in self.ranks:
+                rank.pipeline.layer_done(layer.index)
+        return garbage
 
     # -------------------------------------------------------------------------------------------- checks
 
     def _check_store(self) -> None:
         """What can be read under a block's hash is that block."""
         service = self.owner._service
-        pool = service.memory
+        pool, first = service.memory, self.ranks[0]
         for block_hash, values in self.contents.items():
             stored = service._index._ready.get(self.key_space.key(block_hash))
             if stored is None:
                 continue
-            raw = pool[stored.offset : stored.offset + self.object_bytes].view(np.int64)
-            wanted = np.concatenate(
-                [self._rows(p, values) for p in range(len(self.memory)) for _ in self.caches(p)]
-            )
-            if not np.array_equal(raw, wanted):
+            raw = pool[stored.offset : stored.offset + first.object_bytes].view(np.int64)
+            wanted = [rows(p, values) for p in range(len(self.plan.layers)) for _ in first.caches(p)]
+            if not np.array_equal(raw, np.concatenate(wanted)):
                 self.wrong.append(f"store: {block_hash.hex()[:8]}, of {values}")
 
     def _check_prefix_cache(self) -> None:
         """So is what vLLM would give to another request."""
         for block in self.scheduler.kv_cache_manager.block_pool.blocks:
-            if block.block_hash is None:
-                continue
-            values = self.contents.get(bytes(block.block_hash[:-4]))
-            if values is None:
-                continue
-            for position in range(len(self.memory)):
-                for cache in self.caches(position):
-                    if not np.array_equal(cache[block.block_id], self._rows(position, values)):
+            values = self.contents.get(bytes(block.block_hash[:-4])) if block.block_hash else None
+            for rank in self.ranks if values is not None else ():
+                for position in range(len(self.plan.layers)):
+                    wanted = rows(position, values)
+                    if any(not np.array_equal(c[block.block_id], wanted) for c in rank.caches(position)):
                         self.wrong.append(f"prefix cache: block {block.block_id}, layer {position}")
                         return
 
     def drain(self, steps: int = 300) -> None:
         """Everything ends, and nothing is left behind."""
-        self.store.faults = Faults()
+        self.set_faults(Faults())
+        for rank in self.ranks:
+            rank.store.let_go()
+            rank.pipeline._limits = Limits()  # a busy machine is no fault
         for _ in range(steps):
             if not self.live:
                 break
             self.step()
-        for name in self.live:
-            self.wrong.append(f"{name} hangs")
+        self.wrong += [f"{name} hangs" for name in self.live]
         self.step()
-        if self.worker.num_pins or self.owner._service._index.clients():
-            self.wrong.append(f"open: {self.worker.num_pins}")
+        if self.owner._service._index.clients() or any(rank.worker.num_pins for rank in self.ranks):
+            self.wrong.append("objects are open")
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         if free != self.num_blocks - 1:
             self.wrong.append(f"{free} blocks are free")
 
     def close(self) -> None:
         self.scheduler.shutdown()
-        self.runtime.shutdown()
-        self.owner.close()
+        self._threads.shutdown()
+        for rank in self.ranks:
+            rank.store.let_go()
+            rank.runtime.shutdown()
+        for rank in reversed(self.ranks):
+            rank.store.store.close()

@@ -8,16 +8,25 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from store_model import Engine, Faults
+from store_model import BLOCK, Engine, Faults
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_kvoffload.connectors.ascend_store.lost_steps import LostStepScheduler
 from vllm_kvoffload.connectors.ascend_store.worker import StoreWorker
 from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
+from vllm_kvoffload.layerwise import pipeline
 
-SEEDS = 40
+SEEDS = 42
 ALL = {"independent": "all"}
-SHARED = [{"shared": 2, "independent": (0,)}, {"shared": 1, "independent": ()}]
+SHARED = {"shared": 1, "independent": ()}
+CASES = [
+    ALL,
+    {**ALL, "drafts": 2, "ranks": 2},
+    SHARED,
+    {**SHARED, "drafts": 2},
+    {"shared": 2, "independent": (0,), "drafts": 2, "ranks": 2},
+]
+HANGS = {"deadline_s": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +58,7 @@ class Program:
             objects=blocks + 12 + dice.choice([0, 30]), budget=dice.choice([12, 24, 40]),
             threshold=dice.choice([0, 0, 8]), **options,
         )  # fmt: skip
+        self.hangs = "deadline_s" in options
         self.roots = [self.tokens(40) for _ in range(2)]
 
     def tokens(self, count: int) -> list[int]:
@@ -75,22 +85,30 @@ class Program:
             engine.add(f"r{len(engine.clients)}", prompt, dice.randrange(1, 14))
         if engine.live and dice.random() < 0.06:
             engine.abort(dice.choice(engine.live))
-        faults = engine.store.faults = Faults()
+        faults = Faults()
+        engine.set_faults(faults)
         faults.gone = dice.choice([0.1, 0.5]) * (dice.random() < 0.25)
         faults.load = dice.choice([0.1, 0.5]) * (dice.random() < 0.2)
         faults.save = dice.choice([0.1, 0.5]) * (dice.random() < 0.15)
         faults.publish = 0.3 * (dice.random() < 0.1)
         faults.down = dice.random() < 0.05
+        faults.hang = 0.2 * (self.hangs and dice.random() < 0.06)
+
+
+def wrong(checkpoint, seeds, cases) -> dict[int, list[str]]:
+    """What was found, by seed."""
+    found = {seed: Program(checkpoint, seed, **cases[seed % len(cases)]).run() for seed in seeds}
+    return {seed: list_ for seed, list_ in found.items() if list_}
 
 
 def test_random_programs(checkpoint):
-    cases = [ALL, *SHARED]
-    wrong = {
-        seed: found
-        for seed in range(SEEDS)
-        if (found := Program(checkpoint, seed, **cases[seed % len(cases)]).run())
-    }
-    assert wrong == {}
+    assert wrong(checkpoint, range(SEEDS), CASES) == {}
+
+
+def test_random_programs_with_copies_that_hang(checkpoint, monkeypatch):
+    monkeypatch.setattr(pipeline, "SETTLE_S", 0.01)
+    cases = [{**HANGS, **case} for case in (ALL, SHARED)]
+    assert wrong(checkpoint, range(100, 106), cases) == {}
 
 
 def _vllms_scheduler(monkeypatch):
@@ -108,10 +126,26 @@ def _losses_are_published(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("plant", [_vllms_scheduler, _neighbours_are_believed, _losses_are_published])
-def test_control_what_is_planted_is_found(checkpoint, monkeypatch, plant):
+def _snapshots_are_taken_for_one_another(monkeypatch):
+    def by_tokens(self, step, number):
+        end = min((number + 1) * BLOCK, step.end)
+        return self._keys.partial(f"{step.req_id}-{step.computed}", number, end)
+
+    monkeypatch.setattr(StoreWorker, "_partial", by_tokens)
+
+
+@pytest.mark.parametrize(
+    ("plant", "case"),
+    [
+        (_vllms_scheduler, ALL),
+        (_neighbours_are_believed, ALL),
+        (_losses_are_published, ALL),
+        (_snapshots_are_taken_for_one_another, {**SHARED, "drafts": 2}),
+    ],
+)
+def test_control_what_is_planted_is_found(checkpoint, monkeypatch, plant, case):
     plant(monkeypatch)
-    assert any(Program(checkpoint, seed, **ALL).run() for seed in range(60))
+    assert any(Program(checkpoint, seed, **case).run() for seed in range(100))
 
 
 COMMON = list(range(8))
@@ -132,7 +166,7 @@ def test_a_neighbour_that_hits_blocks_which_are_not_loaded(engine, policy, fault
     _store_first(made)
     made.add("a", [*COMMON, 20, 21], 3)
     made.add("b", [*COMMON, *range(30, 40)], 3)
-    made.store.faults = Faults(**fault)
+    made.set_faults(Faults(**fault))
     output = made.step()
     assert len(output.scheduled_new_reqs) == 2
     assert [new.num_computed_tokens for new in output.scheduled_new_reqs] == [8, 8]
@@ -149,11 +183,11 @@ def test_blocks_of_a_client_that_went_away_when_they_were_lost(engine, policy, i
     made = engine(policy=policy, **ALL)
     _store_first(made)
     made.add("a", [*COMMON, *range(20, 30)], 3)
-    made.store.faults = Faults(load=1.0)
+    made.set_faults(Faults(load=1.0))
     made.step(["a"] if in_flight else [])
     if "a" in made.live:
         made.abort("a")
-    made.store.faults = Faults(gone=1.0)
+    made.set_faults(Faults(gone=1.0))
     made.add("b", [*COMMON, *range(20, 33)], 3)
     made.drain()
     assert made.wrong == []
@@ -162,7 +196,7 @@ def test_blocks_of_a_client_that_went_away_when_they_were_lost(engine, policy, i
 
 def test_what_could_not_be_stored_costs_nobody_whose_kv_is_on_the_device(engine):
     made = engine(policy="fail", budget=12, **ALL)
-    made.store.faults = Faults(save=1.0)
+    made.set_faults(Faults(save=1.0))
     for name in "ab":
         made.add(name, list(range(40)), 3)
     for _ in range(20):

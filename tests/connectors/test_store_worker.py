@@ -131,3 +131,12 @@ def test_what_another_rank_could_not_store_is_handed_to_decode(world):
     world.elsewhere["r"] = ("a save of rank 0 failed", False)
     assert world.step("r", 0, 196) == {}
     assert world.worker.pipeline.given_up == []
+
+
+def test_a_snapshot_of_other_drafts_is_not_taken_for_this_one(world):
+    """After a loss a step may begin and end where an earlier one did, with other drafts."""
+    assert world.step("r", 0, 100) == {}
+    before = set(world.store.readable)
+    assert world.step("r", 0, 100) == {}
+    (new,) = world.store.readable - before
+    assert ".partial." in new
