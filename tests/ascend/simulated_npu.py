@@ -179,7 +179,10 @@ def sparse_flash_attention(
     key_rope: torch.Tensor, layout_query: str, layout_kv: str, sparse_mode: int, attention_mode: int,
     return_softmax_lse: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """npu_sparse_flash_attention over pages, with the causal mask of sparse_mode 3."""
+    """npu_sparse_flash_attention over pages, with the causal mask of sparse_mode 3.
+
+    The released kernel reads a token's indices up to the first -1, and takes no tensor with gaps.
+    """
     assert value.data_ptr() == key.data_ptr()
     assert (sparse_block_size, layout_query, layout_kv) == (1, "TND", "PA_BSND")
     assert (sparse_mode, attention_mode, return_softmax_lse) == (3, 2, False)
@@ -195,6 +198,7 @@ def sparse_flash_attention(
     within = torch.arange(len(owner)) - starts[owner]
     limits = actual_seq_lengths_kv.long()[owner] - (ends - starts)[owner] + within + 1
     ids = sparse_indices[:used].squeeze(1).long()
+    assert not torch.any((ids[:, 1:] >= 0) & (ids[:, :-1] < 0)), "indices behind a -1"
     ids = ids.masked_fill(ids >= limits.unsqueeze(1), -1)
     pages = block_table.long()[owner].gather(1, ids.clamp(min=0) // key.shape[1])
     where = (pages * key.shape[1] + ids.clamp(min=0) % key.shape[1]).masked_fill(ids < 0, -1)
@@ -211,7 +215,7 @@ def sparse_copy(
     sources: torch.Tensor, targets: torch.Tensor, lengths: torch.Tensor, count: torch.Tensor, device: Any
 ) -> int:
     """memfabric_hybrid.offload.sparse_copy, by address, and within the limits of its kernel."""
-    assert isinstance(device.index, int)
+    assert device.type == "cpu" or isinstance(device.index, int)
     assert (sources.dtype, lengths.dtype, count.dtype) == (torch.int64, torch.int32, torch.int32)
     assert int(count) == len(lengths)
     if int(count) >= CORES:  # entries of the two halves go through a core's buffer in pairs
