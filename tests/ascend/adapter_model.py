@@ -27,6 +27,7 @@ from vllm_kvoffload.platforms.ascend.attention import (
     KVOffloadSFAMetadataBuilder,
 )
 from vllm_kvoffload.platforms.ascend.delivery import device_planning
+from vllm_kvoffload.platforms.ascend.graphs import decode_graphs
 from vllm_kvoffload.platforms.ascend.kernels import KernelRows
 from vllm_kvoffload.platforms.ascend.offload import AscendOffload
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows, SplitRows
@@ -50,7 +51,7 @@ class Setup:
 
     movement: how rows move with the offload: "portable", "sparse_copy", or the kernels' stand-in; None is
     upstream without it. seed: of the delays of side streams. drafts: draft tokens, with an MTP layer behind
-    the others. slots: of a hot row. kinds: which layers choose for themselves.
+    the others. slots: of a hot row. kinds: which layers choose for themselves. seqs: most requests.
     """
 
     movement: str | None = None
@@ -62,6 +63,7 @@ class Setup:
     slots: int = SLOTS
     kernels: Callable[[SimulatedNpu], Any] | None = None
     kinds: tuple[str, ...] = TYPES
+    seqs: int = 2
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -328,7 +330,7 @@ class Adapter:
             planning = device_planning(self.kernels, setup.device, geometry, config, MAX_LEN // BLOCK)
         try:
             manager = SparseKVManager(
-                geometry, config, max_num_seqs=2, max_model_len=MAX_LEN, prefill_buffers=2,
+                geometry, config, max_num_seqs=setup.seqs, max_model_len=MAX_LEN, prefill_buffers=2,
                 host_layers=list(host), block_size=BLOCK, runtime=self.runtime, row_ops=row_ops,
                 planning=planning, writer=rank == 0, barrier=ranks.barrier if ranks.size > 1 else None,
             )  # fmt: skip
@@ -337,6 +339,7 @@ class Adapter:
             raise
         self.offload = offload = object.__new__(AscendOffload)
         offload.geometry, offload.manager = geometry, manager
+        offload.graphs = decode_graphs(manager)
         offload._target = offload._draft = None
         offload._drafts = 0
         offload._req_ids = lambda: self.names

@@ -6,7 +6,6 @@ no Python does. So whatever a graph holds of attention would keep the step it wa
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -18,18 +17,19 @@ import torch
 import vllm_ascend.worker.worker  # noqa: F401  # the only order in which upstream's modules can be imported
 from adapter_model import HIDDEN, STEPS, TYPES, Adapter, Setup, common_metadata, make_step, patch_tables
 from kernel_stand_ins import CoreKernels
+from simulated_graph import Graph, add_graphs
 from simulated_npu import SimulatedNpu, install
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from vllm.compilation.backends import split_graph
 from vllm.compilation.cuda_graph import CUDAGraphOptions
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.forward_context import override_forward_context
 from vllm_ascend import platform as platform_module
+from vllm_ascend.attention.sfa_v1 import AscendSFAImpl, AscendSFAMetadataBuilder
 from vllm_ascend.compilation import acl_graph, compiler_interface
 from vllm_ascend.ops import mla
 from vllm_ascend.platform import NPUPlatform
+from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
 from vllm_kvoffload.platforms.ascend.checks import ATTENTION_OP, check_graphs
 
@@ -86,9 +86,39 @@ def test_attention_runs_outside_piecewise_graphs(monkeypatch: pytest.MonkeyPatch
     assert "torch.ops.vllm.mla_forward(" in source  # the one way to attention's forward
 
 
-def test_attention_would_run_inside_full_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = configured(CUDAGraphMode.FULL_DECODE_ONLY, monkeypatch)
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL])
+def test_attention_runs_inside_full_graphs(mode: CUDAGraphMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With npugraph_ex or without, which captures nothing itself."""
+    config = configured(mode, monkeypatch)
     assert config.compilation_config.splitting_ops == []
+    assert config.additional_config["ascend_compilation_config"].get("enable_npugraph_ex", True)
+
+
+def test_vllms_default_mode_splits_at_attention_and_has_no_npugraph_ex(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = configured(CUDAGraphMode.FULL_AND_PIECEWISE, monkeypatch)
+    assert ATTENTION_OP in config.compilation_config.splitting_ops
+    assert config.additional_config["ascend_compilation_config"]["enable_npugraph_ex"] is False
+
+
+def test_only_decodes_run_in_full_graphs() -> None:
+    """Sparse attention has them for uniform batches only, for which vLLM changes mode FULL."""
+    support = AscendSFAMetadataBuilder.get_cudagraph_support(MagicMock(), MagicMock())
+    compilation = CompilationConfig(
+        mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=CUDAGraphMode.FULL, splitting_ops=[]
+    )
+    compilation.resolve_cudagraph_mode_and_sizes(support, "ASCEND_SFA")
+    assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+
+
+def test_upstream_leaves_sparse_attentions_parameters_in_a_graph_alone() -> None:
+    """So that addresses which stay are all that a replay needs."""
+    assert AscendSFAImpl.update_graph_params(None, None, TOKENS) is None
+    runner: Any = object.__new__(NPUModelRunner)
+    runner.use_sparse, runner.attn_backend = True, None
+    context = SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.FULL, capturing=False)
+    runner._update_full_graph_params_if_needed(context, TOKENS, None)  # else it would want positions
 
 
 def test_no_graph_mode_of_this_release_converts_to_ge() -> None:
@@ -105,38 +135,6 @@ def test_no_graph_mode_of_this_release_converts_to_ge() -> None:
 
 
 # ---------------------------------------------------------------------------------- capture and replay
-
-
-class Capture(TorchDispatchMode):
-    """Writes down the operators that run."""
-
-    def __init__(self, calls: list[Any]) -> None:
-        super().__init__()
-        self._calls = calls
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.vllm.mla_forward.default:  # its own operators are captured, as on a device
-            with self:
-                return mla.mla_forward(*args)
-        out = func(*args, **(kwargs or {}))
-        self._calls.append((func, args, kwargs or {}, out))
-        return out
-
-
-class Graph:
-    """torch.npu.NPUGraph."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-        self.replays = 0
-
-    def replay(self) -> None:
-        self.replays += 1
-        for func, args, kwargs, out in self.calls:
-            again = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
 
 
 class Model(torch.nn.Module):
@@ -157,19 +155,8 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Graph]]:
     install(monkeypatch, 32, [])
     patch_tables(monkeypatch)
     graphs: list[Graph] = []
-
-    def new_graph() -> Graph:
-        graphs.append(Graph())
-        return graphs[-1]
-
-    @contextlib.contextmanager
-    def capture(graph: Graph, pool: Any = None) -> Iterator[None]:  # noqa: ARG001
-        with Capture(graph.calls):
-            yield
-
     simulated = SimulatedNpu()
-    simulated.NPUGraph, simulated.graph = new_graph, capture  # type: ignore[attr-defined]
-    simulated.empty_cache = lambda: None  # type: ignore[attr-defined]
+    add_graphs(simulated, graphs, strict=False)
     monkeypatch.setattr(torch, "npu", simulated)
     monkeypatch.setattr(acl_graph, "weak_ref_tensors", lambda tensors: tensors)
     monkeypatch.setattr(acl_graph.current_platform, "get_global_graph_pool", lambda: None, raising=False)
@@ -266,21 +253,4 @@ def test_piecewise_graphs_give_what_eager_gives(name: str, npu: list[Graph]) -> 
     assert len(npu) == pieces > len(TYPES) - 1
     assert {graph.replays for graph in npu} == {len(found) - 1}
     assert adapter.manager.stats.decode_steps == sum(1 in queries_of(step) for step in STEPS)
-    adapter.close()
-
-
-def test_control_attention_in_a_full_graph_keeps_the_step_it_was_captured_in(npu: list[Graph]) -> None:
-    """Which is why such modes are refused."""
-    expected = run_eager(Setup())
-    config = SimpleNamespace(compilation_config=None)
-    adapter = Adapter(SETUPS["kernels"])
-    model = acl_graph.ACLGraphWrapper(Model(), config, CUDAGraphMode.FULL, CUDAGraphOptions(gc_disable=False))
-    with pytest.MonkeyPatch.context() as enabled:
-        enabled.setattr(acl_graph, "validate_cudagraph_capturing_enabled", lambda: None)
-        found = list(run_in_graphs(model, adapter, CUDAGraphMode.FULL))
-    assert torch.equal(found[0], expected[0])
-    assert not any(map(torch.equal, found[1:], expected[1:]))
-    in_chunks = sum(1 in queries_of(step) for step in STEPS if sum(queries_of(step)) > TOKENS)
-    assert adapter.manager.stats.decode_steps == in_chunks + 1
-    assert [graph.replays for graph in npu] == [len(found) - 1]
     adapter.close()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import torch_ops
@@ -82,10 +84,22 @@ class Kernels:
                 raise ValueError(f"{name}: must be contiguous and begin on a line of {LINE} bytes")
             if tensor.dtype not in (torch.int32, torch.uint8, torch.int64):
                 raise ValueError(f"{name}: wrong type {tensor.dtype}")
+        with _disable_current_modes():
+            return self._bare(groups, True in places)
+
+    @staticmethod
+    def _bare(groups: Any, on_npu: bool) -> tuple[Any, OnNpu]:
         bare = [[plain(t) for t in g] if isinstance(g, (list, tuple)) else plain(g) for g in groups]
         with torch._C.DisableTorchFunction():
             reports = torch.zeros((CORES, REPORT_INTS), dtype=torch.int64)
-        return (bare, reports), (wrap(reports) if True in places else reports)
+        return (bare, reports), (wrap(reports) if on_npu else reports)
+
+    def _queue(self, reports: torch.Tensor, work: Callable[[], object]) -> None:
+        def kernel() -> None:
+            reports.zero_()  # a graph's calls run again
+            work()
+
+        self._npu.launch(kernel)
 
     def dsa_plan(self, *arguments: Any) -> None:
         (bare, _), _ = self._launch("dsa_plan", *arguments[:8], *arguments[9:])
@@ -98,7 +112,7 @@ class Kernels:
     ) -> Any:
         (bare, reports), wrapped = self._launch("dsa_serve_rows", hot, new_rows, *lists)
         rows = host_rows(host, blocks, block_size, hot)
-        self._npu.launch(lambda: self._serve(rows, reports, *bare))
+        self._queue(reports, lambda: self._serve(rows, reports, *bare))
         return wrapped
 
     def dsa_serve_compact_rows(
@@ -113,12 +127,12 @@ class Kernels:
     ) -> Any:
         (bare, reports), wrapped = self._launch("dsa_serve_compact_rows", hot, new_rows, selection, *lists)
         rows = host_rows(host, blocks, block_size, hot)
-        self._npu.launch(lambda: self._gather(rows, reports, *bare))
+        self._queue(reports, lambda: self._gather(rows, reports, *bare))
         return wrapped
 
     def dsa_install_rows(self, selection: Any, hot: Any, *lists: Any) -> Any:
         (bare, reports), wrapped = self._launch("dsa_install_rows", selection, hot, *lists)
-        self._npu.launch(lambda: self._install(reports, *bare))
+        self._queue(reports, lambda: self._install(reports, *bare))
         return wrapped
 
     def host_write_rows(
@@ -126,19 +140,20 @@ class Kernels:
     ) -> Any:
         (bare, reports), wrapped = self._launch("host_write_rows", new_rows, slot_mapping)
         rows = host_rows(host, blocks, block_size, new_rows)
-        self._npu.launch(lambda: self._host_write(rows, reports, *bare))
+        self._queue(reports, lambda: self._host_write(rows, reports, *bare))
         return wrapped
 
 
 def host_rows(addresses: list[int], blocks: int, block_size: int, like: Any) -> list[torch.Tensor]:
     """Host rows by component, from addresses."""
     found = []
-    for address, part in zip(addresses, like, strict=True):
-        assert address
-        shape = (blocks, block_size, part.shape[-1])
-        nbytes = blocks * block_size * part.shape[-1]
-        raw = (ctypes.c_uint8 * nbytes).from_address(address)
-        found.append(torch.frombuffer(raw, dtype=torch.uint8).view(shape))
+    with _disable_current_modes():
+        for address, part in zip(addresses, like, strict=True):
+            assert address
+            shape = (blocks, block_size, part.shape[-1])
+            nbytes = blocks * block_size * part.shape[-1]
+            raw = (ctypes.c_uint8 * nbytes).from_address(address)
+            found.append(torch.frombuffer(raw, dtype=torch.uint8).view(shape))
     return found
 
 

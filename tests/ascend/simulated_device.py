@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 NPU = torch.device("privateuseone", 0)
@@ -41,6 +42,15 @@ class Syncs:
 
 
 syncs = Syncs()
+
+
+class Capturing:
+    """What runs an operator of the device while a graph is captured, None otherwise."""
+
+    operator: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None
+
+
+capturing = Capturing()
 
 
 class OnNpu(torch.Tensor):
@@ -183,9 +193,10 @@ def device_op(function: Callable[..., Any]) -> Callable[..., Any]:
         places = {isinstance(tensor, OnNpu) for tensor in tensors}
         if len(places) > 1:
             raise RuntimeError(f"{function.__name__}: tensors of the host and of the device")
-        with torch._C.DisableTorchFunction():
-            result = function(*tree_map(plain, args), **tree_map(plain, kwargs))
-        return tree_map(wrap, result) if True in places else result
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            run_it = capturing.operator or (lambda call, args, kwargs: call(*args, **kwargs))
+            result = run_it(function, tree_map(plain, args), tree_map(plain, kwargs))
+            return tree_map(wrap, result) if True in places else result
 
     return checked
 

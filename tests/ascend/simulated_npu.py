@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -30,7 +31,10 @@ class SimulatedNpu:
 
     def __init__(self) -> None:
         self.busy = False
-        self.main = SimulatedStream()
+        self.graph_calls: list[Callable[[], object]] | None = None
+        """What a graph that is captured will do."""
+        self.streams: list[SimulatedStream] = []
+        self.main = self.Stream()
         self._current = threading.local()
 
     def set_device(self, device: int) -> None:
@@ -43,7 +47,8 @@ class SimulatedNpu:
         return getattr(self._current, "stream", self.main)
 
     def Stream(self) -> SimulatedStream:  # torch's name
-        return SimulatedStream()
+        self.streams.append(SimulatedStream(self))
+        return self.streams[-1]
 
     @contextlib.contextmanager
     def stream(self, stream: SimulatedStream) -> Iterator[None]:
@@ -58,7 +63,20 @@ class SimulatedNpu:
         return SimulatedEvent(self)
 
     def launch(self, kernel: Callable[[], object]) -> None:
-        stream = self.current_stream()
+        self.queue(self._launch, self.current_stream(), kernel)
+
+    def queue(self, work: Callable[..., object], *args: Any) -> None:
+        """What a stream is told: it happens, or is written down."""
+        if self.graph_calls is None:
+            work(*args)
+        else:
+            self.graph_calls.append(functools.partial(work, *args))
+
+    def host_waits(self) -> None:
+        if self.graph_calls is not None:
+            raise RuntimeError("the host can't wait for a device that only writes down what it is told")
+
+    def _launch(self, stream: SimulatedStream, kernel: Callable[[], object]) -> None:
         if stream is self.main:
             kernel()
         else:
@@ -68,12 +86,13 @@ class SimulatedNpu:
 class SimulatedStream:
     """Kernels that nobody has waited for yet, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, npu: SimulatedNpu) -> None:
+        self._npu = npu
         self.kernels: list[Callable[[], object]] = []
         self.done = 0
 
     def wait_event(self, event: SimulatedEvent) -> None:
-        event.stream.run_to(event.position)
+        self._npu.queue(event.reach)
 
     def run_to(self, position: int) -> None:
         while self.done < position:
@@ -81,6 +100,7 @@ class SimulatedStream:
             self.done += 1
 
     def synchronize(self) -> None:
+        self._npu.host_waits()
         self.run_to(self.done + len(self.kernels))
 
 
@@ -91,11 +111,18 @@ class SimulatedEvent:
         self._npu, self._held = npu, False
 
     def record(self, stream: SimulatedStream | None = None) -> None:
+        self._npu.queue(self._record, stream or self._npu.current_stream())
+
+    def _record(self, stream: SimulatedStream) -> None:
         self._held = self._npu.busy
-        self.stream = stream or self._npu.current_stream()
+        self.stream = stream
         self.position = self.stream.done + len(self.stream.kernels)
 
+    def reach(self) -> None:
+        self.stream.run_to(self.position)
+
     def query(self) -> bool:
+        self._npu.host_waits()
         if self._held and self._npu.busy:
             return False
         self.stream.run_to(self.position)  # who asks is going to wait

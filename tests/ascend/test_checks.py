@@ -175,6 +175,50 @@ def test_refused_in_one_line(change: dict[str, Any], named: str, monkeypatch: py
     assert "\n" not in line
 
 
+FULL = [{"eager": False, "mode": mode} for mode in ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")]
+
+
+@pytest.mark.parametrize("graphs", FULL)
+@pytest.mark.parametrize(
+    ("change", "fix"),
+    [
+        ({"additional": with_options(delivery="compact", policy="rrip")}, 'delivery to "in_place"'),
+        (
+            {"additional": with_options(trace_path="/tmp/trace")},
+            "leave sparse_kv_offload_config.trace_path out",
+        ),
+        (
+            {"speculative": SimpleNamespace(num_speculative_tokens=1, method="mtp")},
+            "--speculative-config out",
+        ),
+        (
+            {"speculative": SimpleNamespace(num_speculative_tokens=1, method="ngram")},
+            "--speculative-config out",
+        ),
+    ],
+)
+def test_full_graphs_are_refused_where_layers_need_the_host(
+    graphs: dict[str, Any], change: dict[str, Any], fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(checks.KERNELS_ENV, "libkvoffload_ascend.so")
+    with pytest.raises(ConfigError, match=r"cudagraph_mode.*full graph") as caught:
+        checks.check_ascend(engine(**graphs, **change), 2048)
+    assert fix in str(caught.value)
+    assert '{"cudagraph_mode": "PIECEWISE"}' in str(caught.value)
+
+
+@pytest.mark.parametrize("graphs", FULL)
+def test_full_graphs_take_the_kernels(graphs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(checks.KERNELS_ENV, "libkvoffload_ascend.so")
+    checks.check_ascend(engine(**graphs), 2048)
+    if graphs["mode"] == "FULL_AND_PIECEWISE":
+        with pytest.raises(ConfigError, match="splitting_ops"):
+            checks.check_ascend(engine(**graphs, splits=[]), 2048)
+    monkeypatch.delenv(checks.KERNELS_ENV)
+    with pytest.raises(ConfigError, match="Fix: set KVOFFLOAD_ASCEND_OPS"):
+        checks.check_ascend(engine(**graphs), 2048)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -21,7 +21,7 @@ from vllm_kvoffload.layerwise.buffer_plan import BufferOptions, CacheLayer, plan
 from vllm_kvoffload.layerwise.pipeline import LayerMemory, LayerPipeline, Limits, Part, Rows, Step
 from vllm_kvoffload.platforms.ascend import offload as offload_module
 from vllm_kvoffload.platforms.ascend.host_memory import MemfabricMemory, SegmentMemory
-from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, KernelRows, load_kernels, upload
+from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, DeviceInts, KernelRows, load_kernels
 from vllm_kvoffload.platforms.ascend.offload import AscendOffload, open_parts
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows, SplitRows
 from vllm_kvoffload.runtime import CpuRuntime, TaskFailedError, WaitTimeoutError
@@ -407,27 +407,31 @@ def test_the_kernels_stand_in_takes_what_the_binding_takes() -> None:
     assert plan == [*PLAN[:8], "policy", *PLAN[8:]]
 
 
-def test_an_upload_is_one_transfer_and_every_tensor_begins_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_integers_go_over_in_one_transfer_to_where_they_always_are(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[int] = []
-    real = torch.Tensor.to
+    real = torch.Tensor.copy_
 
-    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        moved.append(tensor.numel())
-        return real(tensor, *args, **kwargs)
+    def copy(target: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        moved.append(source.numel())
+        return real(target, source, **kwargs)
 
-    monkeypatch.setattr(torch.Tensor, "to", to)
-    given = [
-        torch.arange(3),
-        torch.arange(40).view(4, 10),
-        torch.tensor([], dtype=torch.int32),
-        torch.tensor([7]),
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    ints = DeviceInts([3, 40, 8, 20], torch.device("cpu"))
+    empty = torch.tensor([], dtype=torch.int32)
+    steps = [
+        [torch.arange(3), torch.arange(40).view(4, 10), empty, torch.tensor([7])],
+        [torch.arange(2), torch.arange(10).view(1, 10), torch.arange(8), torch.arange(20)],
     ]
-    found = upload(given, torch.device("cpu"))
-    assert moved == [16 + 48 + 16]
-    for sent, got in zip(given, found, strict=True):
-        assert got.dtype == torch.int32
-        assert got.tolist() == sent.tolist()
-        assert got.data_ptr() % 64 == 0 or not got.numel()
+    places = []
+    for given in steps:
+        found = ints.put(given)
+        for sent, got in zip(given, found, strict=True):
+            assert got.dtype == torch.int32
+            assert got.tolist() == sent.tolist()
+            assert got.data_ptr() % 64 == 0 or not got.numel()
+        places.append([got.data_ptr() for got in found if got is not found[2]])
+    assert places[0] == places[1]
+    assert moved == [16 + 48 + 16 + 1, 16 + 48 + 16 + 20]
 
 
 # ------------------------------------------------------------------------------------------------------ steps

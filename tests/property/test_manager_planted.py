@@ -62,7 +62,7 @@ def before(owner: Any, name: str, action: Callable[..., object]) -> Patch:
 
 def slots_not_copied(patch: pytest.MonkeyPatch) -> None:
     def write(store: Any, layer: int, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        if store._writer:
+        if store.writer:
             store._stream.submit(ops.host_write, store.layers[layer], rows, slot_mapping)
             store._written[layer] = store._stream.record()
             store.bytes_written += rows.numel()

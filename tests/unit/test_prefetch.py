@@ -84,6 +84,7 @@ class Bench:
             decode_seq_lens=torch.tensor([7, 7], dtype=torch.int32),
             decode_rows=rows,
             decode_block_table=torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
+            decode_slots=torch.tensor([6, 14]),
             leases=self.leases,
         )
 

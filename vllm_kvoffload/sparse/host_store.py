@@ -48,7 +48,7 @@ class HostStore:
         self.bytes_written = 0
         self._compute = runtime.current_stream()
         self._stream = runtime.stream(STREAM)
-        self._writer = writer
+        self.writer = writer
         self._barrier = barrier
         self._deadline_s = deadline_s
         self._written: list[Event | None] = [None] * len(layers)
@@ -69,7 +69,7 @@ class HostStore:
         ``slot_mapping``, int64 [T], is copied: vLLM fills that buffer with the next step's slots before it
         gets to :meth:`begin_step`.
         """
-        if not self._writer:
+        if not self.writer:
             return
         slots = slot_mapping.clone()
         self._stream.wait_event(self._compute.record("new rows"))
@@ -77,6 +77,13 @@ class HostStore:
         self._stream.submit(self.row_ops.host_write, host, rows, slots, label=label)
         self._written[layer] = self._stream.record(f"host rows of layer {layer}")
         self.bytes_written += len(slots) * self.row_ops.row_bytes(rows)
+
+    def written_on_device(self, count: int) -> None:
+        """A graph that the compute stream was given writes a step's new rows, ``count`` in every layer."""
+        if not self.writer:
+            return
+        self._written = [self._compute.record("host rows")] * len(self.layers)
+        self.bytes_written += count * sum(map(self.row_ops.row_bytes, self.layers))
 
     def await_own_writes(self, layer: int) -> None:
         """Waits for this rank's writes of a layer so far."""

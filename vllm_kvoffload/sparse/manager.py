@@ -170,6 +170,31 @@ class SparseKVManager:
         # Only in draft 0 can a prefix be computed by the same pass, as in the step's target pass.
         self._begin(batch, range(layer, layer + 1), self.step.fresh if index == 0 else ())
 
+    def begin_nobody(self) -> None:
+        """The same without requests, for passes that are run for their own sake. Raises: as above."""
+        self.store.begin_step()
+        self._settle()
+        self._step = StepState.nobody()
+        self._pass_layers = range(self.geometry.num_target_layers)
+
+    def enter_graph(self, count: int) -> StepState:
+        """A graph of ``count`` requests is about to run the layers of the step, or to be captured from them.
+
+        As long as :meth:`leave_graph` isn't called, the step has failed.
+        """
+        self._step = step = self.step.padded(count)
+        self._step_done = False
+        for pool in self.hot.groups:
+            pool.unserved = len(pool.group.layers)
+        return step
+
+    def leave_graph(self) -> None:
+        """It has been given all that the layers do on the device; what they do on the host is done here."""
+        for pool in self.hot.groups:
+            pool.unserved = 0
+        self.store.written_on_device(len(self.step.leases))
+        self._step_done = True
+
     def _begin(self, batch: StepBatch, layers: range, fresh: tuple[str, ...]) -> None:
         late = self._late_requests(batch, fresh)
         self._step = self._sort(batch, fresh, late)
@@ -192,8 +217,8 @@ class SparseKVManager:
         complete = self.delivery.join()
         for pool in self.hot.groups:
             if pool.unserved or not complete:
-                for row in self.step.decode_rows.tolist():
-                    pool.residency.reset_row(row)
+                for lease in self.step.leases:
+                    pool.residency.reset_row(lease.row)
                 pool.unserved = 0
         self._planned = -1
         if not self._step_done:
@@ -227,6 +252,7 @@ class SparseKVManager:
             decode_seq_lens=torch.from_numpy(np.ascontiguousarray(batch.seq_lens[decode])),
             decode_rows=torch.from_numpy(rows),
             decode_block_table=batch.block_table[torch.from_numpy(decode)].contiguous(),
+            decode_slots=batch.slot_mapping[torch.from_numpy(tokens)],
             leases=leases,
         )
 

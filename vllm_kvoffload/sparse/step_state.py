@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.functional import pad
 
 from vllm_kvoffload.sparse.rows import RowLease
 
@@ -35,8 +36,9 @@ class StepState:
         decode_tokens: int64 [T'] query tokens of the step; token_rows: int32 [T'] their rows.
         first_slots: int64 [T', 1] flat number of the first slot of each token's row.
         decode_start_loc: int32 [N'+1]; decode_seq_lens, decode_rows: int32 [N'].
-        decode_block_table: int32 [N', B].
-        leases: N' claims on those rows; work that is queued with them must check them when it runs (I-1).
+        decode_block_table: int32 [N', B]; decode_slots: int64 [T'], see ``StepBatch.slot_mapping``.
+        leases: claims on those rows; work that is queued with them must check them when it runs (I-1).
+        in_graph: the step runs in a graph of the device, see :meth:`padded`.
     """
 
     decode: npt.NDArray[np.int64]
@@ -51,4 +53,57 @@ class StepState:
     decode_seq_lens: torch.Tensor
     decode_rows: torch.Tensor
     decode_block_table: torch.Tensor
+    decode_slots: torch.Tensor
     leases: tuple[RowLease, ...]
+    in_graph: bool = False
+
+    @classmethod
+    def nobody(cls, requests: int = 0, queries: int = 1) -> StepState:
+        """Requests of ``queries`` tokens that have neither row nor slot nor blocks."""
+        tokens = requests * queries
+        return cls(
+            decode=np.arange(requests),
+            prefill=(),
+            decode_late=False,
+            fresh=(),
+            decode_ids=(),
+            decode_tokens=torch.arange(tokens),
+            token_rows=torch.full((tokens,), -1, dtype=torch.int32),
+            first_slots=torch.zeros((tokens, 1), dtype=torch.int64),
+            decode_start_loc=torch.arange(0, tokens + 1, queries, dtype=torch.int32),
+            decode_seq_lens=torch.full((requests,), queries, dtype=torch.int32),
+            decode_rows=torch.full((requests,), -1, dtype=torch.int32),
+            decode_block_table=torch.zeros((requests, 0), dtype=torch.int32),
+            decode_slots=torch.full((tokens,), -1, dtype=torch.int64),
+            leases=(),
+        )
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """int32 [T'], where the positions end that a query token may attend to."""
+        lengths = self.decode_start_loc.diff()
+        first = self.decode_seq_lens - lengths - self.decode_start_loc[:-1] + 1
+        tokens = torch.arange(len(self.decode_tokens), dtype=torch.int32)
+        return torch.repeat_interleave(first, lengths) + tokens
+
+    def can_pad(self, count: int) -> bool:
+        """Whether :meth:`padded` can: all decode one token, and nobody waits for rows of this very step."""
+        requests = len(self.decode)
+        return not self.prefill and not self.decode_late and len(self.decode_tokens) == requests <= count
+
+    def padded(self, count: int) -> StepState:
+        """The step as a graph of ``count`` requests runs it: those added have neither row nor slot."""
+        more = count - len(self.decode)
+        return replace(
+            self,
+            decode=np.arange(count),
+            decode_tokens=torch.arange(count),
+            token_rows=pad(self.token_rows, (0, more), value=-1),
+            first_slots=pad(self.first_slots, (0, 0, 0, more)),
+            decode_start_loc=torch.arange(count + 1, dtype=torch.int32),
+            decode_seq_lens=pad(self.decode_seq_lens, (0, more), value=1),
+            decode_rows=pad(self.decode_rows, (0, more), value=-1),
+            decode_block_table=pad(self.decode_block_table, (0, 0, 0, more)),
+            decode_slots=pad(self.decode_slots, (0, more), value=-1),
+            in_graph=True,
+        )

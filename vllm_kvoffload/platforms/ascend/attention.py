@@ -29,6 +29,7 @@ from vllm_kvoffload.platforms.engine import offload_config
 from vllm_kvoffload.sparse.step import AttendPart, LayerKV, StepBatch
 
 if TYPE_CHECKING:
+    from vllm_kvoffload.platforms.ascend.kernels import DeviceBatch
     from vllm_kvoffload.platforms.ascend.offload import AscendOffload
 
 
@@ -170,9 +171,9 @@ class KVOffloadSFAImpl(AscendSFAImpl):
         norm = self.kv_a_layernorm
         latent = torch_npu.npu_rms_norm(latent.contiguous(), norm.weight, epsilon=norm.variance_epsilon)[0]
         rope = self.rope_single(rope.contiguous().unsqueeze(1), cos, sin).squeeze(1)
-        batch = attn_metadata.batch
-        tokens = len(batch.slot_mapping)
-        self.kv.append(SplitRows([latent[:tokens], rope[:tokens].contiguous()]), batch.slot_mapping)
+        slots = attn_metadata.batch.slot_mapping
+        tokens = len(slots) if self._graph is None else len(self._graph.tokens)
+        self.kv.append(SplitRows([latent[:tokens], rope[:tokens].contiguous()]), slots)
         return None, None
 
     def _execute_sparse_flash_attention_process(
@@ -196,16 +197,27 @@ class KVOffloadSFAImpl(AscendSFAImpl):
                 actual_seq_lengths_key,
             )
             return result
-        batch, ends = attn_metadata.batch, attn_metadata.causal_ends
+        batch, graph = attn_metadata.batch, self._graph
+        ends = attn_metadata.causal_ends if graph is None else graph.ends
         topk = topk_indices.view(topk_indices.shape[0], -1)[: len(ends)]
         # What the indexer leaves behind a short context is not specified.
         topk = topk.masked_fill((topk < 0) | (topk >= ends.unsqueeze(1)), -1)
+        if graph is not None:
+            for part in self.kv.parts(topk, batch):  # one, of all tokens in their order
+                out = self._attend(ql_nope, q_pe, part, batch.block_size, attn_metadata)
+            return out.masked_fill((graph.token_rows < 0).view(-1, 1, 1), 0)
         out = torch.zeros_like(ql_nope, memory_format=torch.contiguous_format)
         for part in self.kv.parts(topk, batch):
             tokens = part.tokens.to(out.device)
             queries = (ql_nope.index_select(0, tokens), q_pe.index_select(0, tokens))
             out[tokens] = self._attend(*queries, part, batch.block_size, attn_metadata)
         return out
+
+    @property
+    def _graph(self) -> DeviceBatch | None:
+        """The step, where it runs in a full graph: at addresses that stay."""
+        graphs = self.offload.graphs if self.offload is not None else None
+        return graphs.on if graphs is not None else None
 
     def _attend(
         self,
@@ -261,16 +273,20 @@ class PagedView:
 
 
 def pool_view(part: AttendPart, block_size: int) -> PagedView:
-    """A pool: every query token is a request, whose positions are the slots of its row."""
+    """A pool: every query token is a request, whose positions are the slots of its row.
+
+    A token without a row has no positions.
+    """
     assert part.pool_rows is not None
-    count, rows, slots = len(part.tokens), part.pool_rows.unsqueeze(1), part.row_slots
+    count, slots = len(part.tokens), part.row_slots
+    rows = part.pool_rows.clamp(min=0).unsqueeze(1)
     dtype, device = torch.int32, part.indices.device
     indices = (part.indices - rows * slots).masked_fill(part.indices < 0, -1)
     pages = torch.arange(slots // block_size, dtype=dtype, device=device)
     return PagedView(
         indices.unsqueeze(1),
         torch.arange(1, count + 1, dtype=dtype, device=device),
-        torch.full((count,), slots, dtype=dtype, device=device),
+        (part.pool_rows >= 0).to(dtype) * slots,
         rows * len(pages) + pages,
     )
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from vllm_kvoffload.layerwise.buffer_plan import BufferPlan
 
+OTHER_MODES = 'pass --enforce-eager, or --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
 BLOCK_SIZE = 128
 INDEX_TOPK = 2048
 LEGACY_STORE = "MooncakeConnectorStoreV1"
@@ -58,7 +59,7 @@ def check_ascend(vllm_config: VllmConfig, index_topk: int | None) -> SparseOfflo
     if config.enabled:
         engine.check_partners(vllm_config)
         check_caches(vllm_config, "the offload")
-        check_graphs(vllm_config, "in every layer host threads take new rows to host memory")
+        check_decode_graphs(vllm_config, config)
         check_options(vllm_config, config, index_topk)
     return config
 
@@ -81,17 +82,57 @@ def check_caches(vllm_config: VllmConfig, what: str) -> None:
         raise ConfigError("block_size", vllm_config.cache_config.block_size, rule, "set --block-size 128")
 
 
+def graph_mode(vllm_config: VllmConfig) -> str:
+    """Name of the engine's graph mode, "NONE" without graphs."""
+    if vllm_config.model_config.enforce_eager:
+        return "NONE"
+    return str(getattr(vllm_config.compilation_config.cudagraph_mode, "name", "NONE"))
+
+
 def check_graphs(vllm_config: VllmConfig, what: str) -> None:
     """Graph modes that would capture what is done on the host. Raises ConfigError."""
-    compilation = vllm_config.compilation_config
-    mode = getattr(compilation.cudagraph_mode, "name", "NONE")
-    if vllm_config.model_config.enforce_eager or mode == "NONE":
-        return
-    if mode != "PIECEWISE":
+    mode = graph_mode(vllm_config)
+    if "FULL" in mode:
         rule = f"{what}, which a full graph can't hold"
-        fix = 'pass --enforce-eager, or --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
-        raise ConfigError("compilation_config.cudagraph_mode", mode, rule, fix)
-    if ATTENTION_OP not in (compilation.splitting_ops or ()):
+        raise ConfigError("compilation_config.cudagraph_mode", mode, rule, OTHER_MODES)
+    check_splitting(vllm_config)
+
+
+def check_decode_graphs(vllm_config: VllmConfig, config: SparseOffloadConfig) -> None:
+    """Graph modes of an engine with the offload, whose full graphs run no Python in layers.
+
+    Raises ConfigError.
+    """
+    mode = graph_mode(vllm_config)
+    obstacles = (
+        (
+            not os.environ.get(KERNELS_ENV),
+            "without the AscendC kernels each layer's plan is made on the host",
+            f"set {KERNELS_ENV} (docs/ascend-build.md)",
+        ),
+        (
+            vllm_config.speculative_config is not None,
+            "draft passes run in graphs that the offload doesn't know",
+            "leave --speculative-config out",
+        ),
+        (
+            config.delivery == "compact",
+            "compact delivery fills the pools beyond a step's end",
+            f'set {SECTION}.delivery to "in_place"',
+        ),
+        (bool(config.trace_path), "the trace is taken in each layer", f"leave {SECTION}.trace_path out"),
+    )
+    for found, rule, fix in obstacles:
+        if found and "FULL" in mode:
+            key, why = "compilation_config.cudagraph_mode", f"{rule}, which a full graph can't hold"
+            raise ConfigError(key, mode, why, f"{fix}; or {OTHER_MODES}")
+    check_splitting(vllm_config)
+
+
+def check_splitting(vllm_config: VllmConfig) -> None:
+    """Attention must not be a part of piecewise graphs. Raises ConfigError."""
+    compilation = vllm_config.compilation_config
+    if "PIECEWISE" in graph_mode(vllm_config) and ATTENTION_OP not in (compilation.splitting_ops or ()):
         rule = f"attention, {ATTENTION_OP}, would be captured in a graph with the step it was captured in"
         fix = "leave splitting_ops out, or pass --enforce-eager"
         raise ConfigError("compilation_config.splitting_ops", compilation.splitting_ops, rule, fix)

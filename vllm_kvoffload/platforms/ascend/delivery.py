@@ -15,7 +15,13 @@ import torch
 from vllm_kvoffload import ops
 from vllm_kvoffload.config import ConfigError, SparseOffloadConfig
 from vllm_kvoffload.geometry import KVGeometry
-from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, DeviceBatch, DeviceCounters, RowKernels
+from vllm_kvoffload.platforms.ascend.kernels import (
+    KERNELS_ENV,
+    DeviceBatch,
+    DeviceCounters,
+    RowKernels,
+    StepBuffers,
+)
 from vllm_kvoffload.platforms.ascend.rows import SplitRows
 from vllm_kvoffload.runtime.npu import NpuRuntime
 from vllm_kvoffload.sparse.delivery import DecodeParts, Delivered, Delivery, DevicePlanning
@@ -30,7 +36,13 @@ class _KernelPlanning:
     """What both deliveries do alike: the plan, and the step's batch on the device."""
 
     def __init__(
-        self, parts: DecodeParts, kernels: Any, device: torch.device, topk: int, max_query_len: int
+        self,
+        parts: DecodeParts,
+        kernels: Any,
+        device: torch.device,
+        topk: int,
+        max_query_len: int,
+        table_width: int,
     ) -> None:
         rows = parts.rows.num_rows
         assert isinstance(parts.runtime, NpuRuntime)
@@ -41,13 +53,14 @@ class _KernelPlanning:
         self._moves = RowKernels(kernels, rows, parts.store.row_ops.zeros(0), device)
         self._counters = DeviceCounters(parts.stats, device, parts.runtime.current_stream().record)
         self._lane = parts.runtime.lane()
+        self._buffers = StepBuffers(rows * max_query_len, rows, table_width, device)
         self._step: StepState | None = None
         self._batch: DeviceBatch | None = None
         self._indices = torch.empty(0)
 
     def _on(self, step: StepState) -> DeviceBatch:
         if self._batch is None or step is not self._step:
-            self._step, self._batch = step, DeviceBatch.of(step, self._device)
+            self._step, self._batch = step, self._buffers.fill(step)
         return self._batch
 
     def _plan_group(self, pool: GroupPool, chosen: torch.Tensor, on: DeviceBatch, out: ops.PlanOut) -> None:
@@ -69,21 +82,13 @@ class _KernelPlanning:
         rows: SplitRows = self._parts.store.row_ops.take(new_rows, on.tokens)
         return rows
 
-    def _try(self, out: ops.PlanOut, table_width: int, serve: Callable[[DeviceBatch], object]) -> None:
+    def _try(self, out: ops.PlanOut, serve: Callable[[DeviceBatch], object]) -> None:
         """Plans and serves the largest step, with no request in it: the kernels say what is beyond them.
 
         Raises ConfigError.
         """
         tokens, rows, topk, queries = self._shape
-        nobody = DeviceBatch(
-            tokens=torch.arange(tokens, dtype=torch.int32, device=self._device),
-            token_rows=torch.zeros(tokens, dtype=torch.int32, device=self._device),
-            first_slots=torch.zeros((tokens, 1), dtype=torch.int32, device=self._device),
-            start_loc=torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=self._device),
-            seq_lens=torch.full((rows,), queries, dtype=torch.int32, device=self._device),
-            rows=torch.full((rows,), -1, dtype=torch.int32, device=self._device),
-            block_table=torch.zeros((rows, table_width), dtype=torch.int32, device=self._device),
-        )
+        nobody = self._on(StepState.nobody(rows, queries))
         chosen = torch.full((tokens, topk), -1, dtype=torch.int32, device=self._device)
         try:
             self._plan_group(self._parts.hot.groups[0], chosen, nobody, out)
@@ -116,10 +121,15 @@ class KernelDelivery(_KernelPlanning):
         max_query_len: int,
         table_width: int,
     ) -> None:
-        super().__init__(parts, kernels, device, topk, max_query_len)
+        super().__init__(parts, kernels, device, topk, max_query_len, table_width)
         self._plan = ops.PlanOut(*self._shape, device=device)
         self._fetches: dict[int, Any] = {}  # events, by layer
-        self._try(self._plan, table_width, lambda on: self._serve(0, on, None, misses=True))
+        self._try(self._plan, self._serve_nobody)
+
+    def _serve_nobody(self, on: DeviceBatch) -> None:
+        store = self._parts.store
+        self._serve(0, on, None, misses=True)
+        self._moves.write_host(store.layers[0], store.row_ops.zeros(len(on.tokens)), on.slots)
 
     def plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState) -> None:
         on = self._on(step)
@@ -138,11 +148,24 @@ class KernelDelivery(_KernelPlanning):
             store.await_layer(layer)
         fresh = self._taken(new_rows, on)
         self._counters.count_fetch(self._serve(layer, on, fresh, misses=fetch is None))
+        if step.in_graph and store.writer:
+            self._counters.check_copies(self._moves.write_host(store.layers[layer], fresh, on.slots))
         if layer == pool.group.owner and not step.decode_late:
             for follower in pool.group.layers[1:]:
                 self._fetches[follower] = self._lane.submit(self._prefetch, follower, on)
+        if step.in_graph and layer == len(hot.layers) - 1:
+            self._counters.add_up()
         pool.unserved -= 1
         return Delivered(hot.layers[layer], self._indices, on.tokens, on.token_rows, hot.num_slots)
+
+    def place(self, step: StepState) -> DeviceBatch:
+        """Puts a step on the device, before a graph runs it or is captured from its layers."""
+        self._counters.add_up()  # what the graph adds up are its own reports only
+        return self._on(step)
+
+    def replayed(self) -> None:
+        """A graph has run all layers of the step on the device."""
+        self._counters.replayed()
 
     def _prefetch(self, layer: int, on: DeviceBatch) -> None:
         self._counters.count_fetch(self._serve(layer, on, None, misses=True))
@@ -182,7 +205,7 @@ class KernelCompactDelivery(_KernelPlanning):
         max_query_len: int,
         table_width: int,
     ) -> None:
-        super().__init__(parts, kernels, device, topk, max_query_len)
+        super().__init__(parts, kernels, device, topk, max_query_len, table_width)
         zeros, tokens = parts.store.row_ops.zeros, self._shape[0]
         self._plans = [ops.PlanOut(*self._shape, compact=True, device=device) for _ in range(BUFFERS)]
         self._selections: list[SplitRows] = [zeros(tokens, topk) for _ in range(BUFFERS)]
@@ -192,7 +215,7 @@ class KernelCompactDelivery(_KernelPlanning):
         # By layer: the event of its install, and what that reads besides the buffers.
         self._installs: dict[int, tuple[Any, SplitRows]] = {}
         self._owners = torch.arange(tokens, dtype=torch.int32, device=device)
-        self._try(self._plans[0], table_width, self._serve_nobody)
+        self._try(self._plans[0], self._serve_nobody)
 
     def _serve_nobody(self, on: DeviceBatch) -> None:
         plan, selection = self._plans[0], self._selections[0]

@@ -7,13 +7,14 @@ know comes back without anybody waiting for it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.config import ConfigError
@@ -51,20 +52,37 @@ def load_kernels() -> Any:
     return torch.ops.kvoffload
 
 
-def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """int32 copies on the device, each from a line on, in one transfer that nobody waits for."""
-    sizes = [-(-tensor.numel() // LINE_INTS) * LINE_INTS for tensor in tensors]
-    starts = list(accumulate(sizes, initial=0))
-    packed = torch.zeros(starts[-1], dtype=torch.int32)
-    for tensor, start in zip(tensors, starts, strict=False):
-        packed[start : start + tensor.numel()] = tensor.flatten()
-    if device.type != "cpu":
-        packed = packed.pin_memory()
-    there = packed.to(device, non_blocking=True)
-    return [
-        there[start : start + tensor.numel()].view(tensor.shape)
-        for tensor, start in zip(tensors, starts, strict=False)
-    ]
+def starts_of(sizes: Iterable[int]) -> list[int]:
+    """Where tensors of so many int32 begin if they lie behind each other, each on a line; and their end."""
+    return list(accumulate((-(-size // LINE_INTS) * LINE_INTS for size in sizes), initial=0))
+
+
+class DeviceInts:
+    """int32 tensors on the device that are always at the same addresses, each on a line.
+
+    sizes: of the tensors at most, elements.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self._starts = starts_of(sizes)
+        self._there = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What is there now: copies of tensors in host memory, one for each size.
+
+        In one transfer that nobody waits for: work that was queued before it still finds what was there.
+        """
+        last = self._starts[len(tensors) - 1] + tensors[-1].numel()
+        packed = torch.zeros(last, dtype=torch.int32)
+        for tensor, start in zip(tensors, self._starts, strict=False):
+            packed[start : start + tensor.numel()] = tensor.flatten()
+        if self._there.device.type != "cpu":
+            packed = packed.pin_memory()
+        self._there[:last].copy_(packed, non_blocking=True)
+        return [
+            self._there[start : start + tensor.numel()].view(tensor.shape)
+            for tensor, start in zip(tensors, self._starts, strict=False)
+        ]
 
 
 @dataclass(frozen=True)
@@ -72,6 +90,8 @@ class DeviceBatch:
     """The decoding requests of a :class:`StepState` on the device, all int32, under its names."""
 
     tokens: torch.Tensor
+    slots: torch.Tensor
+    ends: torch.Tensor
     token_rows: torch.Tensor
     first_slots: torch.Tensor
     start_loc: torch.Tensor
@@ -79,22 +99,33 @@ class DeviceBatch:
     rows: torch.Tensor
     block_table: torch.Tensor
 
-    @classmethod
-    def of(cls, step: StepState, device: torch.device) -> DeviceBatch:
-        return cls(
-            *upload(
-                (
-                    step.decode_tokens,
-                    step.token_rows,
-                    step.first_slots,
-                    step.decode_start_loc,
-                    step.decode_seq_lens,
-                    step.decode_rows,
-                    step.decode_block_table,
-                ),
-                device,
-            )
+
+class StepBuffers:
+    """Where a step's :class:`DeviceBatch` is: at the same addresses in every step, as graphs want it.
+
+    tokens, rows: of the largest step. table_width: blocks of the longest request.
+    """
+
+    def __init__(self, tokens: int, rows: int, table_width: int, device: torch.device) -> None:
+        self._width = table_width
+        # The largest is last: no step transfers more of it than it needs.
+        self._ints = DeviceInts([*[tokens] * 5, rows + 1, rows, rows, rows * table_width], device)
+
+    def fill(self, step: StepState) -> DeviceBatch:
+        """Queued on the compute stream, behind everything that reads the step before."""
+        table = step.decode_block_table
+        fields = (
+            step.decode_tokens,
+            step.decode_slots,
+            step.ends,
+            step.token_rows,
+            step.first_slots,
+            step.decode_start_loc,
+            step.decode_seq_lens,
+            step.decode_rows,
+            pad(table, (0, self._width - table.shape[1])),
         )
+        return DeviceBatch(*self._ints.put(fields))
 
 
 class DeviceCounters:
@@ -112,6 +143,7 @@ class DeviceCounters:
         self._plans, self._fetched, self._refused = torch.split(self._sums, [plan, 1, 1])
         self._fetches: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
+        self._counted = False
         self._read = torch.zeros(plan + 2, dtype=torch.int64)
         if device.type != "cpu":
             self._read = self._read.pin_memory()
@@ -119,6 +151,7 @@ class DeviceCounters:
 
     def count_plan(self, plan: ops.PlanOut) -> None:
         """Adds what a plan that was just queued will count."""
+        self._counted = True
         self._plans.add_(plan.stats)
 
     def count_fetch(self, reports: torch.Tensor) -> None:
@@ -130,6 +163,20 @@ class DeviceCounters:
         """The same for a call that only moves rows on the device."""
         self._copies.append(reports)
 
+    def add_up(self) -> None:
+        """Adds the reports so far to the sums, on the device. All streams have been joined."""
+        for total, reports, column in (
+            (self._fetched, self._fetches, FETCHED),
+            (self._refused, self._copies, REFUSED),
+        ):
+            if reports:
+                total.add_(torch.stack(reports)[:, :, column].sum())
+                reports.clear()
+
+    def replayed(self) -> None:
+        """A graph that holds the calls, and :meth:`add_up`, was queued."""
+        self._counted = True
+
     def advance(self) -> None:
         """Takes what has come back, and asks for what was counted since. All streams have been joined.
 
@@ -138,14 +185,9 @@ class DeviceCounters:
         if self._reading is not None and self._reading.query():
             self._reading = None
             self._take(self._read.tolist())
-        if self._copies and self._reading is None:
-            for total, reports, column in (
-                (self._fetched, self._fetches, FETCHED),
-                (self._refused, self._copies, REFUSED),
-            ):
-                if reports:
-                    total.add_(torch.stack(reports)[:, :, column].sum())
-                    reports.clear()
+        if self._counted and self._reading is None:
+            self._counted = False
+            self.add_up()
             self._read.copy_(self._sums, non_blocking=True)
             self._reading = self._record("counters")
 
@@ -182,7 +224,7 @@ class KernelRows(PortableRows):
         """Queues the kernel on the current stream. Raises ValueError: a slot beyond the pool."""
         blocks, block_size = host.parts[0].shape[:2]
         check_range("slot_mapping", slot_mapping[slot_mapping >= 0], blocks * block_size)
-        (slots,) = upload([slot_mapping], self._device)
+        (slots,) = DeviceInts([len(slot_mapping)], self._device).put([slot_mapping])
         # Its report counts slots that don't exist, of which there are none after this check.
         self._kernels.host_write_rows(list(host.addresses), blocks, block_size, list(new_rows.parts), slots)
 
@@ -245,6 +287,13 @@ class RowKernels:
             on.seq_lens,
             on.block_table,
             on.rows,
+        )
+        return report
+
+    def write_host(self, host: SplitRows, new_rows: SplitRows, slots: torch.Tensor) -> torch.Tensor:
+        """New rows [T'] into the host pool, those that have a slot. Returns the reports."""
+        report: torch.Tensor = self._kernels.host_write_rows(
+            list(host.addresses), *host.parts[0].shape[:2], list(new_rows.parts), slots
         )
         return report
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import OFFLOAD, StatsChannel
 from vllm_kvoffload.platforms.ascend.checks import ascend_geometry
 from vllm_kvoffload.platforms.ascend.delivery import device_planning
+from vllm_kvoffload.platforms.ascend.graphs import DecodeGraphs, decode_graphs
 from vllm_kvoffload.platforms.ascend.host_memory import (
     HostMemory,
     MemfabricMemory,
@@ -51,6 +53,10 @@ class AscendOffload(WorkerOffload):
     _memory: HostMemory
     pool_view: tuple[torch.Tensor, Any] | None = None
     """The last plan's indices and what attention made of them."""
+    graphs: DecodeGraphs | None = None
+    """None where no step can run in a full graph."""
+    dummy = False
+    """Whether forward passes have requests that don't exist."""
 
     def __init__(
         self,
@@ -106,6 +112,7 @@ class AscendOffload(WorkerOffload):
             row_ops=row_ops,
             planning=planning,
         )
+        self.graphs = decode_graphs(self.manager)
         dp_rank = vllm_config.parallel_config.data_parallel_index
         self._channel = StatsChannel(OFFLOAD, vllm_config.instance_id, dp_rank, group.rank_in_group)
         self._publish_sizes(geometry, num_blocks, block_size)
@@ -130,9 +137,13 @@ class AscendOffload(WorkerOffload):
         """A layer is about to run with these metadata: begins the step, or draft pass, that they are of.
 
         A step's layers have more than one metadata object, but one batch. Draft passes are prepared long
-        before they run, so that only the layer can say when one begins. False for a dummy run, which has more
-        requests than the engine: there is nothing to attend to.
+        before they run, so that only the layer can say when one begins. False for a dummy run: there is
+        nothing to attend to.
         """
+        if self.graphs is not None and self.graphs.on is not None:
+            return True
+        if self.dummy:
+            return False
         batch = metadata.batch
         if batch is (self._target if layer < self.geometry.num_target_layers else self._draft):
             return True
@@ -147,6 +158,30 @@ class AscendOffload(WorkerOffload):
             self._draft = batch
             self._drafts += 1
         return True
+
+    @contextmanager
+    def graph(self, metadata: Any, count: int) -> Iterator[bool]:
+        """Around a forward pass over ``count`` tokens that is to run in a full graph, with these metadata.
+
+        Gives False if it has to run layer by layer: somebody waits for rows that the step writes.
+        """
+        if self.dummy:
+            self.manager.begin_nobody()
+        begun = self.dummy or self.enter(0, metadata)
+        if self.graphs is None or not begun or not self.graphs.can_run(count):
+            yield False
+            return
+        with self.graphs.step(count):
+            yield True
+
+    @contextmanager
+    def dummy_run(self) -> Iterator[None]:
+        """Around forward passes of requests that don't exist."""
+        self.dummy = True
+        try:
+            yield
+        finally:
+            self.dummy = False
 
     def settle(self) -> None:
         """Blocks are about to be filled from outside: waits for device and ranks, which may write to them."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch_npu
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.worker.utils import bind_kv_cache
 from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
@@ -141,6 +144,27 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
             if getattr(scheduler_output.kv_connector_metadata, "receives", None):
                 self.offload.settle()
         return super()._update_states(scheduler_output)
+
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self.offload is None else self.offload.dummy_run():
+            return super()._dummy_run(*args, **kwargs)
+
+    def _model_forward(self, num_tokens_padded: int, *args: Any, **kwargs: Any) -> Any:
+        """Upstream's, around which a step in a full graph is prepared and accounted for.
+
+        Before a graph is captured upstream runs the same without, so that nothing in it is new to the device.
+        """
+        context, offload = get_forward_context(), self.offload
+        full = context.cudagraph_runtime_mode == CUDAGraphMode.FULL
+        warms_up = offload is not None and offload.dummy and context.attn_metadata
+        if offload is None or not (full or warms_up):
+            return super()._model_forward(num_tokens_padded, *args, **kwargs)
+        assert isinstance(context.attn_metadata, dict)  # a list only with micro-batches
+        metadata = next(iter(context.attn_metadata.values()))
+        with offload.graph(metadata, num_tokens_padded) as in_graph:
+            if full and not in_graph:
+                context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+            return super()._model_forward(num_tokens_padded, *args, **kwargs)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         output = super().execute_model(*args, **kwargs)
