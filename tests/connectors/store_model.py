@@ -193,14 +193,17 @@ class Rank:
         slot = self.plan.slot_of[position]
         return [self.main[slot], self.keys[slot]][: 2 if self.plan.layers[position].indexer else 1]
 
-    def compute(self, position: int, work: Sequence[Work], garbage: set[str]) -> set[str]:
-        """A layer. garbage: requests whose input is; returns those whose output is."""
+    def compute(self, position: int, work: Sequence[Work], garbage: set[str], late: bool) -> set[str]:
+        """A layer. garbage: requests whose input is; returns those whose output is. late: copies that hang
+        end at the worst moment."""
         found: set[str] = set()
         for one in work:
             where = np.arange(one.begin, one.end)
             wanted = -7 if one.name in garbage else rows(position, one.values[one.begin :])
             for cached in self.caches(position):
                 cached[one.blocks[where // BLOCK], where % BLOCK] = wanted
+        if late:
+            self.store.let_go()
         for one in work:
             where = np.arange(one.end)
             wanted = rows(position, one.values)
@@ -411,11 +414,9 @@ class Engine:
         for position, layer in enumerate(self.plan.layers):
             for rank in self.ranks:
                 rank.pipeline.wait_layer(layer.index)
-            if self.dice.random() < 0.1:
-                for rank in self.ranks:
-                    rank.store.let_go()
+            late = self.dice.random() < 0.1
             # What one rank computes reaches the others before the next layer.
-            garbage = garbage.union(*[rank.compute(position, work, garbage) for rank in self.ranks])
+            garbage = garbage.union(*[rank.compute(position, work, garbage, late) for rank in self.ranks])
             for rank in self.ranks:
                 rank.pipeline.layer_done(layer.index)
         return garbage
