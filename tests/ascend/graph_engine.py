@@ -52,16 +52,19 @@ def prefix(layer: int) -> str:
     return f"model.layers.{layer}.self_attn"
 
 
-def configuration(mode: CUDAGraphMode, seqs: int) -> tuple[Any, CompilationConfig]:
+def configuration(mode: CUDAGraphMode, setup: Setup, sizes: list[int]) -> tuple[Any, CompilationConfig]:
     """As much of vLLM's as runner and dispatcher look at."""
     compilation = CompilationConfig(
-        mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=mode, cudagraph_capture_sizes=SIZES,
-        max_cudagraph_capture_size=SIZES[-1], splitting_ops=[*CompilationConfig._attention_ops, ATTENTION_OP],
+        mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=mode, cudagraph_capture_sizes=sizes,
+        max_cudagraph_capture_size=sizes[-1], splitting_ops=[*CompilationConfig._attention_ops, ATTENTION_OP],
     )  # fmt: skip
     parallel = SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1)
-    scheduler = SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=MAX_TOKENS)
+    scheduler = SimpleNamespace(max_num_seqs=setup.seqs, max_num_batched_tokens=MAX_TOKENS)
+    speculative = SimpleNamespace(method="mtp", num_speculative_tokens=setup.drafts)
+    if not setup.drafts:
+        speculative = None  # type: ignore[assignment]
     config: Any = SimpleNamespace(
-        compilation_config=compilation, scheduler_config=scheduler, speculative_config=None,
+        compilation_config=compilation, scheduler_config=scheduler, speculative_config=speculative,
         lora_config=None, observability_config=SimpleNamespace(cudagraph_metrics=False),
         model_config=SimpleNamespace(use_mla=True), parallel_config=parallel,
     )  # fmt: skip
@@ -69,19 +72,23 @@ def configuration(mode: CUDAGraphMode, seqs: int) -> tuple[Any, CompilationConfi
 
 
 class Engine:
-    """Runs steps of `make_step`. graphs: those that were captured."""
+    """Runs steps of `make_step`. sizes: requests of the graphs. graphs: those that were captured."""
 
     def __init__(
-        self, setup: Setup, monkeypatch: Any, mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY
+        self,
+        setup: Setup,
+        monkeypatch: Any,
+        mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY,
+        sizes: list[int] = SIZES,
     ) -> None:
-        self.setup = setup
+        self.setup, self.queries = setup, 1 + setup.drafts
         self.graphs: list[Graph] = []
         self.adapter = Adapter(setup)
         self._builds = True  # metadata, in its buffers
         add_graphs(self.adapter.npu, self.graphs)
         monkeypatch.setattr(torch, "npu", self.adapter.npu)
         self._patch_upstream(monkeypatch)
-        self.runner = self._make_runner(mode)
+        self.runner = self._make_runner(mode, [size * self.queries for size in sizes])
         self.modes: list[str] = []
         self._capture()
         self._builds = False
@@ -143,7 +150,7 @@ class Engine:
             for kind, builder in adapter.builders.items()
         ]
 
-    def _make_runner(self, mode: CUDAGraphMode) -> Any:
+    def _make_runner(self, mode: CUDAGraphMode, sizes: list[int]) -> Any:
         adapter, put, seqs = self.adapter, self.setup.put, self.setup.seqs
 
         def ints(*size: int) -> torch.Tensor:
@@ -155,8 +162,8 @@ class Engine:
             return made
 
         for builder in adapter.builders.values():
-            builder.reorder_batch_threshold = 1
-        config, compilation = configuration(mode, seqs)
+            builder.reorder_batch_threshold = self.queries
+        config, compilation = configuration(mode, self.setup, sizes)
         self.hidden = put(torch.zeros((MAX_TOKENS, HIDDEN), dtype=self.setup.dtype))
         self.table, self.slots = ints(seqs, WIDTH), put(torch.full((MAX_TOKENS,), -1, dtype=torch.int32))
         blocks = SimpleNamespace(
@@ -168,14 +175,16 @@ class Engine:
                 pass
 
         dispatcher = CudagraphDispatcher(config)
-        dispatcher.initialize_cudagraph_keys(mode, 1)
+        dispatcher.initialize_cudagraph_keys(mode, self.queries)
         runner: Any = object.__new__(KVOffloadNPUModelRunner)
         runner.__dict__.update(
             offload=adapter.offload, vllm_config=config, compilation_config=compilation,
             scheduler_config=config.scheduler_config, cudagraph_dispatcher=dispatcher,
-            uniform_decode_query_len=1, parallel_config=config.parallel_config, max_num_tokens=MAX_TOKENS,
+            uniform_decode_query_len=self.queries, parallel_config=config.parallel_config,
+            max_num_tokens=MAX_TOKENS,
             model_config=SimpleNamespace(enable_return_routed_experts=False, is_encoder_decoder=False),
-            cache_config=SimpleNamespace(kv_sharing_fast_prefill=False), speculative_config=None,
+            cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+            speculative_config=config.speculative_config,
             kv_cache_config=SimpleNamespace(kv_cache_groups=[
                 SimpleNamespace(kv_cache_spec=None, layer_names=list(adapter.builders))
             ]),

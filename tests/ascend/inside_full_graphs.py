@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import vllm_ascend.worker.worker  # noqa: F401  # the only order in which upstream's modules can be imported
-from adapter_model import TOPK, Adapter, Setup, make_step, patch_tables
+from adapter_model import TOPK, Adapter, Setup, common_metadata, drafted, make_step, patch_tables
 from graph_engine import SIZES, Engine
 from kernel_stand_ins import CoreKernels, TwinKernels
 from vllm.config import CUDAGraphMode
@@ -146,6 +146,29 @@ def test_the_kernels_themselves_in_full_graphs(monkeypatch: pytest.MonkeyPatch) 
     assert differences(in_graphs(engine, 10), layer_by_layer(eager, 10)) == []
     assert counters(engine.adapter) == counters(eager)
     assert engine.adapter.kernels.reported == []
+    for adapter in (eager, engine.adapter):
+        adapter.close()
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_full_graphs_between_draft_passes(drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's steps run in graphs, padded from two requests or one to four; draft passes don't."""
+    setup = replace(SETUP, drafts=drafts, slots=128)
+    eager, engine = Adapter(setup), Engine(setup, monkeypatch, sizes=[4])
+    for number, (step, rejected) in enumerate(drafted(drafts)):
+        made = make_step(step)
+        uniform = all(queries == 1 + drafts for _, queries in step.values())
+        hidden, padding = made["hidden"], (4 - len(step)) * (1 + drafts) if uniform else 0
+        for output in eager.run(made, padding):
+            hidden = hidden + output
+        assert torch.equal(plain(engine.run(made)), hidden), number
+        assert engine.modes[-1] == ("FULL" if uniform else "NONE")
+        engine.adapter.common = common_metadata(made, padding, setup)
+        ours, theirs = (adapter.draft(made, rejected) for adapter in (engine.adapter, eager))
+        assert all(map(torch.equal, ours, theirs)), number
+    assert engine.modes.count("FULL") == 13
+    assert counters(engine.adapter) == counters(eager)
+    assert all(map(torch.equal, host_pool(engine.adapter), host_pool(eager)))
     for adapter in (eager, engine.adapter):
         adapter.close()
 
@@ -343,8 +366,8 @@ def test_control_counters_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_control_padding_with_what_is_a_requests(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, padded = Engine(SETUP, monkeypatch), StepState.padded
 
-    def live(step: StepState, count: int) -> StepState:
-        made = padded(step, count)
+    def live(step: StepState, requests: int, queries: int) -> StepState:
+        made = padded(step, requests, queries)
         values = getattr(made, what).clone()
         values[len(step.leases) :] = values[0]
         return replace(made, **{what: values})

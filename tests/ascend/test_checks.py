@@ -87,6 +87,10 @@ def engine(**changes: Any) -> Any:
     )  # fmt: skip
 
 
+def drafting(method: str, enforce_eager: bool | None = None) -> SimpleNamespace:
+    return SimpleNamespace(num_speculative_tokens=1, method=method, enforce_eager=enforce_eager)
+
+
 def with_options(**options: Any) -> dict[str, Any]:
     section = {"enabled": True, "topk_buffer_size": 4096, **options}
     return {"sparse_kv_offload_config": section}
@@ -187,14 +191,7 @@ FULL = [{"eager": False, "mode": mode} for mode in ("FULL", "FULL_DECODE_ONLY", 
             {"additional": with_options(trace_path="/tmp/trace")},
             "leave sparse_kv_offload_config.trace_path out",
         ),
-        (
-            {"speculative": SimpleNamespace(num_speculative_tokens=1, method="mtp")},
-            "--speculative-config out",
-        ),
-        (
-            {"speculative": SimpleNamespace(num_speculative_tokens=1, method="ngram")},
-            "--speculative-config out",
-        ),
+        ({"speculative": drafting("mtp")}, 'add "enforce_eager": true to --speculative-config'),
     ],
 )
 def test_full_graphs_are_refused_where_layers_need_the_host(
@@ -211,6 +208,8 @@ def test_full_graphs_are_refused_where_layers_need_the_host(
 def test_full_graphs_take_the_kernels(graphs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(checks.KERNELS_ENV, "libkvoffload_ascend.so")
     checks.check_ascend(engine(**graphs), 2048)
+    checks.check_ascend(engine(**graphs, speculative=drafting("mtp", True)), 2048)
+    checks.check_ascend(engine(**graphs, speculative=drafting("ngram")), 2048)
     if graphs["mode"] == "FULL_AND_PIECEWISE":
         with pytest.raises(ConfigError, match="splitting_ops"):
             checks.check_ascend(engine(**graphs, splits=[]), 2048)
@@ -237,7 +236,7 @@ def test_full_graphs_take_the_kernels(graphs: dict[str, Any], monkeypatch: pytes
         },
         {"transfer": {**PREFILL_STORE, "extra": {"backend": "mooncake", "any": 1}}, "additional": {}},
         {"additional": beside(enable_sparse_li_c8=True)},
-        {"speculative": SimpleNamespace(num_speculative_tokens=1, method="mtp")},
+        {"speculative": drafting("mtp")},
     ],
     ids=str,
 )

@@ -78,12 +78,14 @@ class HostStore:
         self._written[layer] = self._stream.record(f"host rows of layer {layer}")
         self.bytes_written += len(slots) * self.row_ops.row_bytes(rows)
 
-    def written_on_device(self, count: int) -> None:
-        """A graph that the compute stream was given writes a step's new rows, ``count`` in every layer."""
+    def written_on_device(self, layers: range, count: int) -> None:
+        """A graph that the compute stream was given writes a step's new rows, ``count`` in each layer."""
         if not self.writer:
             return
-        self._written = [self._compute.record("host rows")] * len(self.layers)
-        self.bytes_written += count * sum(map(self.row_ops.row_bytes, self.layers))
+        event = self._compute.record("host rows")
+        for layer in layers:
+            self._written[layer] = event
+            self.bytes_written += count * self.row_ops.row_bytes(self.layers[layer])
 
     def await_own_writes(self, layer: int) -> None:
         """Waits for this rank's writes of a layer so far."""

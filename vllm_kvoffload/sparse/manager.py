@@ -177,22 +177,23 @@ class SparseKVManager:
         self._step = StepState.nobody()
         self._pass_layers = range(self.geometry.num_target_layers)
 
-    def enter_graph(self, count: int) -> StepState:
-        """A graph of ``count`` requests is about to run the layers of the step, or to be captured from them.
+    def enter_graph(self, requests: int) -> StepState:
+        """A graph of so many requests is about to run the layers of the step, or to be captured from them.
 
         As long as :meth:`leave_graph` isn't called, the step has failed.
         """
-        self._step = step = self.step.padded(count)
+        self._step = step = self.step.padded(requests, self.max_query_len)
         self._step_done = False
         for pool in self.hot.groups:
-            pool.unserved = len(pool.group.layers)
+            if pool.group.owner in self._pass_layers:
+                pool.unserved = len(pool.group.layers)
         return step
 
     def leave_graph(self) -> None:
         """It has been given all that the layers do on the device; what they do on the host is done here."""
         for pool in self.hot.groups:
             pool.unserved = 0
-        self.store.written_on_device(len(self.step.leases))
+        self.store.written_on_device(self._pass_layers, len(self.step.leases) * self.max_query_len)
         self._step_done = True
 
     def _begin(self, batch: StepBatch, layers: range, fresh: tuple[str, ...]) -> None:

@@ -86,24 +86,25 @@ class StepState:
         tokens = torch.arange(len(self.decode_tokens), dtype=torch.int32)
         return torch.repeat_interleave(first, lengths) + tokens
 
-    def can_pad(self, count: int) -> bool:
-        """Whether :meth:`padded` can: all decode one token, and nobody waits for rows of this very step."""
-        requests = len(self.decode)
-        return not self.prefill and not self.decode_late and len(self.decode_tokens) == requests <= count
+    def can_pad(self, requests: int, queries: int) -> bool:
+        """Whether :meth:`padded` can: all decode so many tokens, and nobody waits for rows of this step."""
+        uniform = bool((self.decode_start_loc.diff() == queries).all())
+        return not self.prefill and not self.decode_late and uniform and len(self.decode) <= requests
 
-    def padded(self, count: int) -> StepState:
-        """The step as a graph of ``count`` requests runs it: those added have neither row nor slot."""
-        more = count - len(self.decode)
+    def padded(self, requests: int, queries: int) -> StepState:
+        """The step as a graph runs it, with so many requests: those added have neither row nor slot."""
+        more = requests - len(self.decode)
+        tokens = more * queries
         return replace(
             self,
-            decode=np.arange(count),
-            decode_tokens=torch.arange(count),
-            token_rows=pad(self.token_rows, (0, more), value=-1),
-            first_slots=pad(self.first_slots, (0, 0, 0, more)),
-            decode_start_loc=torch.arange(count + 1, dtype=torch.int32),
-            decode_seq_lens=pad(self.decode_seq_lens, (0, more), value=1),
+            decode=np.arange(requests),
+            decode_tokens=torch.arange(requests * queries),
+            token_rows=pad(self.token_rows, (0, tokens), value=-1),
+            first_slots=pad(self.first_slots, (0, 0, 0, tokens)),
+            decode_start_loc=torch.arange(0, requests * queries + 1, queries, dtype=torch.int32),
+            decode_seq_lens=pad(self.decode_seq_lens, (0, more), value=queries),
             decode_rows=pad(self.decode_rows, (0, more), value=-1),
             decode_block_table=pad(self.decode_block_table, (0, 0, 0, more)),
-            decode_slots=pad(self.decode_slots, (0, more), value=-1),
+            decode_slots=pad(self.decode_slots, (0, tokens), value=-1),
             in_graph=True,
         )

@@ -203,8 +203,11 @@ class KVOffloadSFAImpl(AscendSFAImpl):
         # What the indexer leaves behind a short context is not specified.
         topk = topk.masked_fill((topk < 0) | (topk >= ends.unsqueeze(1)), -1)
         if graph is not None:
+            assert self.offload is not None
+            assert self.offload.graphs is not None
             for part in self.kv.parts(topk, batch):  # one, of all tokens in their order
                 out = self._attend(ql_nope, q_pe, part, batch.block_size, attn_metadata)
+            self.offload.graphs.end_layer(self.layer_index)
             return out.masked_fill((graph.token_rows < 0).view(-1, 1, 1), 0)
         out = torch.zeros_like(ql_nope, memory_format=torch.contiguous_format)
         for part in self.kv.parts(topk, batch):

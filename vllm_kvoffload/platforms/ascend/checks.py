@@ -103,7 +103,7 @@ def check_decode_graphs(vllm_config: VllmConfig, config: SparseOffloadConfig) ->
 
     Raises ConfigError.
     """
-    mode = graph_mode(vllm_config)
+    mode, speculative = graph_mode(vllm_config), vllm_config.speculative_config
     obstacles = (
         (
             not os.environ.get(KERNELS_ENV),
@@ -111,9 +111,9 @@ def check_decode_graphs(vllm_config: VllmConfig, config: SparseOffloadConfig) ->
             f"set {KERNELS_ENV} (docs/ascend-build.md)",
         ),
         (
-            vllm_config.speculative_config is not None,
-            "draft passes run in graphs that the offload doesn't know",
-            "leave --speculative-config out",
+            speculative is not None and speculative.method == "mtp" and not speculative.enforce_eager,
+            "draft passes would run in graphs that the offload doesn't know",
+            'add "enforce_eager": true to --speculative-config',
         ),
         (
             config.delivery == "compact",

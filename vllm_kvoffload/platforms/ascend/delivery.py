@@ -153,8 +153,6 @@ class KernelDelivery(_KernelPlanning):
         if layer == pool.group.owner and not step.decode_late:
             for follower in pool.group.layers[1:]:
                 self._fetches[follower] = self._lane.submit(self._prefetch, follower, on)
-        if step.in_graph and layer == len(hot.layers) - 1:
-            self._counters.add_up()
         pool.unserved -= 1
         return Delivered(hot.layers[layer], self._indices, on.tokens, on.token_rows, hot.num_slots)
 
@@ -162,6 +160,10 @@ class KernelDelivery(_KernelPlanning):
         """Puts a step on the device, before a graph runs it or is captured from its layers."""
         self._counters.add_up()  # what the graph adds up are its own reports only
         return self._on(step)
+
+    def end_step(self) -> None:
+        """All layers of a step that runs in a graph have been queued: ends the graph."""
+        self._counters.add_up()
 
     def replayed(self) -> None:
         """A graph has run all layers of the step on the device."""

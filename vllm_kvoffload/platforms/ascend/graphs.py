@@ -32,18 +32,26 @@ class DecodeGraphs:
 
     def can_run(self, count: int) -> bool:
         """Whether a graph of ``count`` tokens can run the manager's step. Else its layers have to."""
-        return count <= self._manager.rows.num_rows and self._manager.step.can_pad(count)
+        manager, queries = self._manager, self._manager.max_query_len
+        requests, rest = divmod(count, queries)
+        return not rest and requests <= manager.rows.num_rows and manager.step.can_pad(requests, queries)
 
     @contextmanager
     def step(self, count: int) -> Iterator[None]:
         """Around the replay of a graph of ``count`` tokens, its capture, or layers that run as it would."""
-        self.on = self._delivery.place(self._manager.enter_graph(count))
+        requests = count // self._manager.max_query_len
+        self.on = self._delivery.place(self._manager.enter_graph(requests))
         try:
             yield
         finally:
             self.on = None
         self._delivery.replayed()
         self._manager.leave_graph()
+
+    def end_layer(self, layer: int) -> None:
+        """A layer that is captured, or runs as if it were, has got its rows."""
+        if layer == self._manager.geometry.num_target_layers - 1:
+            self._delivery.end_step()
 
 
 def decode_graphs(manager: SparseKVManager) -> DecodeGraphs | None:
