@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from engine import worst_difference
+from lab import OFFLOAD
+from workloads import WORKLOADS
 
 pytestmark = pytest.mark.slow
 
@@ -68,3 +71,17 @@ def test_models_with_and_without_index_sharing(lab, model, topk, workloads):
 def test_block_and_chunk_sizes(lab, options):
     _, difference = lab.compare("mixed", **options)
     assert difference == 0.0
+
+
+def idle(worker):
+    worker.execute_dummy_batch()
+
+
+def test_dummy_batches_change_nothing(lab):
+    """A rank of a data parallel group runs them while others have requests, also before its own first one."""
+    reference = lab.reference("mixed").outcomes
+    lab.close()
+    under_test = lab.engine(offload=OFFLOAD)
+    under_test.on_workers(idle)
+    outcomes = under_test.run(WORKLOADS["mixed"].jobs, lambda *_: under_test.on_workers(idle))
+    assert worst_difference(outcomes, reference) == 0.0

@@ -137,6 +137,11 @@ class SparseKVManager:
         assert self._step is not None, "attention ran before begin_step"
         return self._step
 
+    @property
+    def in_graph(self) -> bool:
+        """Whether the current step runs in a graph. A dummy batch may come before any step."""
+        return self._step is not None and self._step.in_graph
+
     def layer(self, layer: int, device: PagedKV | None = None) -> OffloadedKV:
         """The main KV of one layer, to be bound to its attention."""
         return OffloadedKV(self, layer, device)

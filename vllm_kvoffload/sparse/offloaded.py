@@ -39,7 +39,7 @@ class OffloadedKV:
         self._new_rows = rows
         if self._device is not None:
             self._device.append(rows, slot_mapping)
-        if not self._manager.step.in_graph:  # there the delivery does it
+        if not self._manager.in_graph:  # there the delivery does it
             self._manager.store.write(self._layer, self._row_ops.as_bytes(rows), slot_mapping)
 
     def parts(self, topk: torch.Tensor, batch: StepBatch) -> Iterator[AttendPart]:
