@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from engine import worst_difference
 from lab import OFFLOAD
+from store_lab import transfer_config
 from workloads import WORKLOADS
 
 pytestmark = pytest.mark.slow
@@ -77,11 +78,16 @@ def idle(worker):
     worker.execute_dummy_batch()
 
 
-def test_dummy_batches_change_nothing(lab):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"offload": OFFLOAD}, {"kv_transfer_config": transfer_config(1, [])}],
+    ids=["plain", "offload", "store"],
+)
+def test_dummy_batches_change_nothing(lab, options):
     """A rank of a data parallel group runs them while others have requests, also before its own first one."""
     reference = lab.reference("mixed").outcomes
     lab.close()
-    under_test = lab.engine(offload=OFFLOAD)
+    under_test = lab.engine(**options)
     under_test.on_workers(idle)
     outcomes = under_test.run(WORKLOADS["mixed"].jobs, lambda *_: under_test.on_workers(idle))
     assert worst_difference(outcomes, reference) == 0.0

@@ -16,6 +16,8 @@ class PagedKV:
         self.rows = cache.view(-1, cache.shape[-1])
 
     def append(self, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        if len(slot_mapping) and int(slot_mapping.min()) < 0:  # a dummy batch: its tokens have no slots
+            rows, slot_mapping = rows[slot_mapping >= 0], slot_mapping[slot_mapping >= 0]
         self.rows.index_copy_(0, slot_mapping, rows)
 
     def parts(self, topk: torch.Tensor, batch: StepBatch) -> Iterator[AttendPart]:
