@@ -72,7 +72,8 @@ else
   : "${MODEL:?give a checkpoint}"
   BACKEND=memfabric
   PLATFORM_OPTIONS=()
-  DECODE_OPTIONS=(--enforce-eager)
+  DECODE_OPTIONS=(--enforce-eager)            # graphs take our operators: docs/ascend.md
+  [[ -z ${KVOFFLOAD_ASCEND_OPS:-} ]] || DECODE_OPTIONS=(--compilation-config '{"cudagraph_mode": "FULL_DECODE_ONLY"}')
   # A request that decode preempts goes back to the proxy, which sends it on: docs/proxy.md.
   RECOMPUTE=', "recompute_scheduler_enable": true'
 fi

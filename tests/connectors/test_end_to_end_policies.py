@@ -29,26 +29,29 @@ def cores(count: int) -> pytest.MarkDecorator:
 
 
 @pytest.mark.parametrize(
-    "tp_sizes", [(2, 1), pytest.param((2, 2), marks=cores(4)), pytest.param((4, 2), marks=cores(6))], ids=str
+    "tp_sizes", [pytest.param((2, 2), marks=cores(4)), pytest.param((4, 2), marks=cores(6))], ids=str
 )
 def test_tensor_parallel(checkpoint, tmp_path, tp_sizes):
     prefill, decode = ((Engine(tp_size=size),) for size in tp_sizes)
     with fleet(checkpoint, tmp_path, prefill=prefill, decode=decode, lease_s=STARVED_LEASE_S) as servers:
-        shared = prompt(300, seed=1)
-        for tokens in (prompt(40, seed=2), shared, prompt(700, seed=3), shared + prompt(90, seed=4)):
-            servers.check(completion(tokens))
+        check_prefixes(servers)
         servers.check(chat(essay(600, 0), stream=True))
 
 
-def test_mtp(tmp_path):
+def check_prefixes(servers, max_tokens=12):
+    shared = prompt(300, seed=1)
+    for tokens in (prompt(40, seed=2), shared, prompt(700, seed=3), shared + prompt(90, seed=4)):
+        servers.check(completion(tokens, max_tokens))
+
+
+def test_drafts_and_two_prefill_ranks(tmp_path):
     """Draft layers have KV, too. Requests with drafts give the same tokens, and decode accepts drafts."""
     model = build_checkpoint(tmp_path / "model", MODELS["glm-tiny-mtp"])
     drafts = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
-    with fleet(
-        model, tmp_path, lease_s=STARVED_LEASE_S, arguments=["--speculative-config", drafts]
-    ) as servers:
-        for length in (40, 300, 700):
-            servers.check(completion(prompt(length, seed=length), 40))
+    prefill = (Engine(tp_size=2),)
+    arguments = ["--speculative-config", drafts]
+    with fleet(model, tmp_path, prefill=prefill, lease_s=STARVED_LEASE_S, arguments=arguments) as servers:
+        check_prefixes(servers, 40)
         accepted = [
             metric(server, "vllm:spec_decode_num_accepted_tokens_total")
             for server in (servers.prefill[0], servers.decode[0])

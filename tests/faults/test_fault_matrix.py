@@ -52,7 +52,9 @@ RIGHT_AFTER_STOP = {
 """Phases of requests that a stop longer than the lease must not hurt."""
 
 
-@pytest.mark.parametrize("name", ["prefill", "decode", "proxy"])
+@pytest.mark.parametrize(
+    "name", ["prefill", *(pytest.param(name, marks=FULL) for name in ("decode", "proxy"))]
+)
 @pytest.mark.parametrize("seconds", [pytest.param(SHORT_S, marks=FULL), LONG_S], ids=["short", "long"])
 def test_stopped(cluster, name, seconds):
     length = "shorter" if seconds == SHORT_S else "longer"
@@ -66,7 +68,7 @@ def test_stopped(cluster, name, seconds):
 RIGHT_AFTER_DEATH = {"prefill": (STREAMING,), "decode": (), "proxy": ()}
 
 
-@pytest.mark.parametrize("name", ["prefill", "decode", "proxy"])
+@pytest.mark.parametrize("name", ["prefill", "decode", pytest.param("proxy", marks=FULL)])
 def test_killed(cluster, name):
     with Scene(cluster, f"{name} killed", RIGHT_AFTER_DEATH[name]) as scene:
         others = (engine for engine in ENGINES if engine != name)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from lab import Result
-from test_mtp_baseline import assert_same_tokens, draft_counts, mtp
+from test_mtp_baseline import assert_same_tokens, draft_counts, first_drafts, mtp
 from workloads import WORKLOADS
 
 from vllm_kvoffload.sparse.offloaded import OffloadedKV
@@ -17,6 +17,7 @@ from vllm_kvoffload.sparse.offloaded import OffloadedKV
 pytestmark = pytest.mark.slow
 
 ORDINARY = ["short", "long", "mixed", "prefix", "abort", "churn"]
+BRIEF = ["mixed", "prefix", "churn"]
 
 
 def compare(lab, workload: str, model: str, offload: dict[str, Any], **options: Any) -> Result:
@@ -37,16 +38,16 @@ def compare_all(
 
 
 @pytest.mark.parametrize(
-    ("model", "drafts", "offload"),
+    ("model", "drafts", "offload", "workloads"),
     [
-        ("glm-tiny-mtp", 1, {"topk_buffer_size": 128}),  # the smallest for one draft
-        ("glm-tiny-mtp", 3, {"topk_buffer_size": 256, "policy": "fifo"}),
-        ("glm-tiny-mtp", 3, {"topk_buffer_size": 1024, "prefill_buffers": 5, "ways": 32}),
-        ("dsv32-tiny-mtp", 3, {"topk_buffer_size": 256, "policy": "clock"}),
+        ("glm-tiny-mtp", 1, {"topk_buffer_size": 128}, ORDINARY),  # the smallest for one draft
+        ("glm-tiny-mtp", 3, {"topk_buffer_size": 256, "policy": "fifo"}, ORDINARY),
+        ("glm-tiny-mtp", 3, {"topk_buffer_size": 1024, "prefill_buffers": 5, "ways": 32}, BRIEF),
+        ("dsv32-tiny-mtp", 3, {"topk_buffer_size": 256, "policy": "clock"}, BRIEF),
     ],
 )
-def test_same_results(lab, model, drafts, offload):
-    results = compare_all(lab, ORDINARY, model, offload, **mtp(drafts))
+def test_same_results(lab, model, drafts, offload, workloads):
+    results = compare_all(lab, workloads, model, offload, **mtp(drafts))
     assert sorted(draft_counts(*results)) == list(range(drafts + 1))
     for result in results:
         assert result.trace.stats["hits"] > 0
@@ -104,14 +105,19 @@ def test_the_offload_is_told_of_every_draft_pass_once(lab, monkeypatch):
         mtp(3, disable_padded_drafter_batch=True),
         mtp(3, num_speculative_tokens_per_batch_size=[(1, 2, 3), (3, 3, 1), (4, 8, 0)]),
         {**mtp(3), "block_size": 16, "max_num_batched_tokens": 100},
-        {**mtp(1), "enforce_eager": False, "compilation_config": {"mode": 3}},
+        {**mtp(3), "enforce_eager": False, "compilation_config": {"mode": 3}},
     ],
     ids=["every draft chooses", "no padding", "depends on the batch", "small blocks and chunks", "compiled"],
 )
 def test_other_ways_to_draft(lab, options):
-    results = compare_all(lab, ["mixed", "prefix"], "glm-tiny-mtp", {"topk_buffer_size": 256}, **options)
+    results = compare_all(lab, ["mixed"], "glm-tiny-mtp", {"topk_buffer_size": 256}, **options)
     assert draft_counts(*results)[1] > 0
     if "compilation_config" in options:
+        compiled, eager = (lab.reference("mixed", "glm-tiny-mtp", **given) for given in (options, mtp(3)))
+        assert_same_tokens(compiled.outcomes, eager.outcomes)
+        assert first_drafts(compiled, 3) == first_drafts(
+            eager, 3
+        )  # the choice is frozen and thawed there, too
         lab.close()  # a compiled engine's threads and memory are of no use to the next test
 
 
@@ -137,7 +143,7 @@ def test_every_hot_row_of_the_draft_layer(lab, monkeypatch):
         compared.clear()
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1])
 def test_random_delays(lab, monkeypatch, seed):
     workloads = ["mixed", "prefix", "abort"]
     for workload in workloads:

@@ -92,14 +92,14 @@ def test_index_share_and_padding_change_drafts_only(lab):
     shared = lab.reference(workload, model, **mtp(3))
     own = lab.reference(workload, model, **mtp(3, index_share_for_mtp_iteration=False))
     assert_same_tokens(own.outcomes, shared.outcomes)
-    assert _first_drafts(own, 1) == _first_drafts(shared, 1)
-    assert _first_drafts(own, 3) != _first_drafts(shared, 3)
+    assert first_drafts(own, 1) == first_drafts(shared, 1)
+    assert first_drafts(own, 3) != first_drafts(shared, 3)
     compact = lab.reference(workload, model, **mtp(3, disable_padded_drafter_batch=True))
     assert_same_tokens(compact.outcomes, shared.outcomes)
-    assert _first_drafts(compact, 3) == _first_drafts(shared, 3)
+    assert first_drafts(compact, 3) == first_drafts(shared, 3)
 
 
-def _first_drafts(result: Result, count: int) -> list[tuple[int, ...]]:
+def first_drafts(result: Result, count: int) -> list[tuple[int, ...]]:
     """The first drafts of two early steps' requests.
 
     Only of requests whose prompt is one chunk: at the end of a chunk vLLM takes the prompt's last token for
@@ -146,11 +146,3 @@ def test_one_choice_buffer_for_target_and_drafts(lab):
             module.topk_indices_buffer = buffer
     assert result.trace.drafts == reference.trace.drafts
     assert result.outcomes == reference.outcomes
-
-
-def test_compiled_model(lab):
-    model, workload = "glm-tiny-mtp", "mixed"
-    eager = lab.reference(workload, model, **mtp(3))
-    compiled = lab.reference(workload, model, enforce_eager=False, compilation_config={"mode": 3}, **mtp(3))
-    assert_same_tokens(compiled.outcomes, eager.outcomes)
-    assert _first_drafts(compiled, 3) == _first_drafts(eager, 3)  # the choice is frozen and thawed there, too

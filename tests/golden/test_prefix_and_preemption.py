@@ -116,7 +116,7 @@ def test_preemption_equals_a_pool_where_nothing_is_preempted(lab):
     assert worst_difference(preempted.outcomes, roomy.outcomes) < 1e-4
 
 
-@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("seed", [3])
 def test_random_delays(lab, monkeypatch, seed):
     for workload in ("preempted", "mixed"):
         lab.reference(workload)

@@ -29,6 +29,7 @@ from vllm_kvoffload.connectors.ascend_store.config import find_store_options
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import CONNECTOR, parse_remote_d2h
 from vllm_kvoffload.demo.server import free_port
 from vllm_kvoffload.layerwise.buffer_plan import BufferOptions
+from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV
 from vllm_kvoffload.proxy.settings import ProxySettings
 from vllm_kvoffload.store.memcache_conf import LOCAL_FILE, LOCAL_VARIABLE, META_FILE, META_VARIABLE
 
@@ -126,7 +127,9 @@ def check_engine(started: Started, device: str, tp_size: int = 1, store: str = "
     assert (SECTION in (additional or {})) == offload.enabled == (role != "kv_producer")
     assert started.option("--tensor-parallel-size") == str(tp_size)
     if device == "npu" and offload.enabled:
-        assert "--enforce-eager" in started.arguments
+        graphs = started.json("--compilation-config")
+        assert ("--enforce-eager" in started.arguments) == (graphs is None)
+        assert (graphs is None) == (KERNELS_ENV not in started.environment)
     facts = EngineFacts(
         index_topk=256 if device == "cpu" else 2048,
         block_size=64 if device == "cpu" else 128,
@@ -221,6 +224,7 @@ def test_single_box(tmp_path: Path, platform: str, device: str) -> None:
 @pytest.mark.parametrize(("platform", "device"), [("cpu", "cpu"), ("ascend", "npu")])
 def test_two_nodes(tmp_path: Path, platform: str, device: str) -> None:
     sizes = {"PREFILL_TP": "8", "DECODE_TP": "4", "MODEL": "/models/a", "PLATFORM": platform}
+    sizes[KERNELS_ENV] = "/ops.so"
     engines = {}
     for role in ("prefill", "decode"):
         (tmp_path / role).mkdir()

@@ -49,6 +49,7 @@ def test_the_users_choices_survive(checkpoint: Path) -> None:
         ({**OFFLOAD, "polcy": "rrip"}, {}, "did you mean 'policy'"),
         ({**OFFLOAD, "enabled": "true"}, {}, "enabled='true'"),
         (OFFLOAD, {"kv_cache_memory_bytes": None}, "kv_cache_memory_bytes=None"),
+        (OFFLOAD, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         (OFFLOAD, {"num_gpu_blocks_override": 1 << 20}, "num_gpu_blocks_override=1048576"),
         (
             OFFLOAD,
@@ -82,6 +83,13 @@ def test_refusals(checkpoint: Path, offload: dict[str, Any], options: dict[str, 
     assert expected in str(caught.value)
     assert "Fix: " in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_an_indexer_is_refused(tmp_path: Path) -> None:
+    from vllm_kvoffload.platforms.refusal import StartupRefusedError
+
+    with pytest.raises(StartupRefusedError, match=r"index_topk.*DSA model"):
+        configure(build_checkpoint(tmp_path / "mla", MODELS["mla"]), OFFLOAD)
 
 
 def test_without_offload_nothing_is_checked(checkpoint: Path) -> None:
