@@ -137,40 +137,53 @@ def check_file_version(
     return Finding(what, Verdict.FAIL, f"none of {', '.join(paths)}", fix)
 
 
-def check_vllm(machine: Machine) -> Finding:
-    found = machine.installed("vllm")
-    good = found is not None and numbers(found)[:2] == VLLM
-    fix = "" if good else f"pip install vllm=={dotted(VLLM)}.0, which vllm-ascend {RELEASE} is made for"
-    return Finding("vllm", Verdict.OK if good else Verdict.FAIL, found or "not installed", fix)
+def check_package(
+    machine: Machine,
+    name: str,
+    fits: Callable[[tuple[int, ...]], bool],
+    fix: str,
+    verdict: Verdict = Verdict.FAIL,
+) -> Finding:
+    """That a package is installed, in a release that fits."""
+    found = machine.installed(name)
+    if found is not None and fits(numbers(found)):
+        return Finding(name, Verdict.OK, found)
+    return Finding(name, verdict, found or "not installed", fix)
 
 
-def check_vllm_ascend(machine: Machine) -> Finding:
-    found = machine.installed("vllm-ascend")
-    fix = f"pip install vllm-ascend=={RELEASE}"
-    if found is None:
-        return Finding("vllm-ascend", Verdict.FAIL, "not installed", fix)
-    version = numbers(found)
-    good = version >= OLDEST and version[:2] < TOO_NEW
-    return Finding("vllm-ascend", Verdict.OK if good else Verdict.FAIL, found, "" if good else fix)
-
-
-def check_memfabric(machine: Machine) -> Finding:
-    """MemCache needs the release of its own number."""
-    found = machine.installed("memfabric_hybrid")
+def check_packages(machine: Machine) -> list[Finding]:
+    """vLLM, vllm-ascend, MemFabric and MemCache, which needs a MemFabric of its own release."""
     cache = machine.installed("memcache_hybrid")
     least = MEMFABRIC if cache is None else MEMCACHE
     who = "P/D and the host pool" if cache is None else f"memcache_hybrid {cache}"
-    good = found is not None and numbers(found) >= least
-    fix = "" if good else f"{who} needs {dotted(least)} or later: install it, see docs/ascend.md"
-    return Finding("memfabric_hybrid", Verdict.OK if good else Verdict.FAIL, found or "not installed", fix)
-
-
-def check_memcache(machine: Machine) -> Finding:
-    found = machine.installed("memcache_hybrid")
-    good = found is not None and numbers(found) >= MEMCACHE
-    what = f"a KV store of many prefill engines needs {dotted(MEMCACHE)} or later"
-    fix = "" if good else f"{what}: pip install '.[store]', see docs/ascend.md"
-    return Finding("memcache_hybrid", Verdict.OK if good else Verdict.WARN, found or "not installed", fix)
+    return [
+        check_package(
+            machine,
+            "vllm",
+            lambda version: version[:2] == VLLM,
+            f"pip install vllm=={dotted(VLLM)}.0, which vllm-ascend {RELEASE} is made for",
+        ),
+        check_package(
+            machine,
+            "vllm-ascend",
+            lambda version: version >= OLDEST and version[:2] < TOO_NEW,
+            f"pip install vllm-ascend=={RELEASE}",
+        ),
+        check_package(
+            machine,
+            "memfabric_hybrid",
+            lambda version: version >= least,
+            f"{who} needs {dotted(least)} or later: install it, see docs/ascend.md",
+        ),
+        check_package(
+            machine,
+            "memcache_hybrid",
+            lambda version: version >= MEMCACHE,
+            f"a KV store of many prefill engines needs {dotted(MEMCACHE)} or later: pip install '.[store]', see "
+            "docs/ascend.md",
+            Verdict.WARN,
+        ),
+    ]
 
 
 def check_copy_kernel(machine: Machine) -> Finding:
@@ -278,10 +291,7 @@ def examine(machine: Machine) -> list[Finding]:
     return [
         check_file_version(machine, "NPU driver", DRIVER_INFO, LEAST_DRIVER),
         check_file_version(machine, "CANN", CANN_INFO, LEAST_CANN),
-        check_vllm(machine),
-        check_vllm_ascend(machine),
-        check_memfabric(machine),
-        check_memcache(machine),
+        *check_packages(machine),
         check_copy_kernel(machine),
         check_hugepages(machine),
         check_hash_seed(machine),
