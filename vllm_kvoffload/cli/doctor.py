@@ -179,8 +179,8 @@ def check_packages(machine: Machine) -> list[Finding]:
             machine,
             "memcache_hybrid",
             lambda version: version >= MEMCACHE,
-            f"a KV store of many prefill engines needs {dotted(MEMCACHE)} or later: pip install '.[store]', see "
-            "docs/ascend.md",
+            f"a KV store of many prefill engines needs {dotted(MEMCACHE)} or later: pip install '.[store]', "
+            "see docs/ascend.md",
             Verdict.WARN,
         ),
     ]
