@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from benchmarks.registry import Row, lower_is_better
-from vllm_kvoffload.config import SparseOffloadConfig
 from vllm_kvoffload.geometry import Component, KVGeometry
 from vllm_kvoffload.platforms.cpu.kernels import sparse_mla_attend
 from vllm_kvoffload.runtime.cpu import CpuRuntime
+from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.manager import SparseKVManager
 from vllm_kvoffload.sparse.paged import PagedKV
 from vllm_kvoffload.sparse.step import LayerKV, StepBatch

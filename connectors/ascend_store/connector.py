@@ -16,23 +16,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_kvoffload.connectors.ascend_store.metadata import StoreMetadata
-from vllm_kvoffload.connectors.ascend_store.planning import (
-    buffer_plan,
-    key_space,
-    object_bytes,
-    store_options,
-)
+from vllm_kvoffload.connectors.ascend_store.planning import key_space
 from vllm_kvoffload.connectors.ascend_store.scheduler import StoreScheduler
 from vllm_kvoffload.connectors.ascend_store.worker import Loss, StoreWorker
 from vllm_kvoffload.connectors.device import current_npu, make_runtime
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout, layer_index
+from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.layerwise.buffer_plan import BufferPlan
 from vllm_kvoffload.layerwise.pipeline import LayerMemory, LayerPipeline, Limits, Part
 from vllm_kvoffload.layerwise.slot_gate import ReadGuard
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import STORE, StatsChannel
-from vllm_kvoffload.platforms.parts import rank_barrier
 from vllm_kvoffload.runtime import Runtime
+from vllm_kvoffload.runtime.ranks import rank_barrier
 from vllm_kvoffload.store import Role, Store, handshake, make_store
 
 if TYPE_CHECKING:
@@ -89,7 +85,8 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        options, plan = store_options(vllm_config), buffer_plan(vllm_config)
+        self._settings = settings = EngineSettings.of(vllm_config)
+        options, plan = settings.store, settings.buffers
         assert options is not None
         assert plan is not None
         if kv_cache_config is None or len(kv_cache_config.kv_cache_groups) != 1:
@@ -107,7 +104,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
             speculative = vllm_config.speculative_config
             self._scheduler = StoreScheduler(
                 self._store,
-                key_space(vllm_config),
+                key_space(vllm_config, settings),
                 self._block_size,
                 mtp=speculative is not None and speculative.method == "mtp",
                 keeps_all=plan.has_reuse or options.save_decode_cache,
@@ -118,12 +115,12 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         instance, npu = str(self._kv_transfer_config.engine_id), current_npu()
         options = self._options
         if npu is None or role == "scheduler":  # whose process may use no device
-            return make_store(options.backend, options.extra, role=role, instance=instance)
-        from vllm_kvoffload.platforms.ascend.staged_copies import StagedCopies
+            return make_store(options.backend, local_bytes=options.local_bytes, role=role, instance=instance)
+        from vllm_kvoffload.store.staged_copies import StagedCopies
 
         return make_store(
             options.backend,
-            options.extra,
+            local_bytes=options.local_bytes,
             role=role,
             instance=instance,
             device_id=npu.current_device(),
@@ -142,7 +139,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         check_aliases(self._plan, layout)
         group = get_tp_group()
         owner = group.rank_in_group == 0
-        keys = key_space(self._vllm_config)
+        keys = key_space(self._vllm_config, self._settings)
         caches = [t for cache in kv_caches.values() for t in ([cache] if torch.is_tensor(cache) else cache)]
         if owner:
             self._store = self._make_store("owner", caches)
@@ -167,7 +164,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
             keys,
             pipeline,
             block_size=self._block_size,
-            object_bytes=object_bytes(self._plan, self._block_size),
+            object_bytes=self._settings.store_object_bytes(),
             publishes=owner,
             shares=self._plan.has_reuse,
             agree=_agree_over_ranks,
@@ -186,7 +183,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
             options.backend,
             self._num_blocks,
             self._plan.physical_bytes * self._block_size,
-            object_bytes(self._plan, self._block_size),
+            self._settings.store_object_bytes(),
         )
 
     def use_read_guard(self, guard: ReadGuard, lease_s: float) -> None:

@@ -15,17 +15,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.utils.network_utils import get_ip
 
 from vllm_kvoffload.connectors.device import current_npu
-from vllm_kvoffload.connectors.sfa_remote_d2h.config import RemoteD2HConfig, parse_remote_d2h
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout, layer_index
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import DecodeMetadata, PrefillMetadata
-from vllm_kvoffload.connectors.sfa_remote_d2h.ports import check_ports, control_port
 from vllm_kvoffload.connectors.sfa_remote_d2h.scheduler import DecodeScheduler, PrefillScheduler
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_d import DecodeWorker, Results
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_p import PrefillWorker
+from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import DECODE, PREFILL, StatsChannel
 from vllm_kvoffload.runtime.base import Event, Stream
 from vllm_kvoffload.runtime.npu import compute_stream
+from vllm_kvoffload.settings.remote_d2h import control_port
 from vllm_kvoffload.transfer import make_engine
 
 if TYPE_CHECKING:
@@ -41,18 +41,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-def connector_config(vllm_config: VllmConfig) -> RemoteD2HConfig:
-    """This engine's options. Raises ConfigError."""
-    transfer = vllm_config.kv_transfer_config
-    assert transfer is not None
-    device = "cpu" if current_npu() is None else "npu"
-    config = parse_remote_d2h(transfer.kv_role, transfer.kv_port, transfer.kv_connector_extra_config, device)
-    parallel = vllm_config.parallel_config
-    if not config.producer:
-        check_ports(config.kv_port, parallel.data_parallel_size, parallel.tensor_parallel_size)
-    return config
-
-
 class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
     """Decode pulls KV from prefill: main KV into its host pool, indexer KV into its device caches."""
 
@@ -60,7 +48,9 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._config = connector_config(vllm_config)
+        options = EngineSettings.of(vllm_config).remote
+        assert options is not None
+        self._config = options
         if kv_cache_config is None or len(kv_cache_config.kv_cache_groups) != 1:
             raise ValueError("SfaRemoteD2HConnector needs a model whose KV caches share one block table")
         self._num_blocks = kv_cache_config.num_blocks

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
 from vllm_kvoffload.connectors.sfa_remote_d2h.counts import ReceiveCounts
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import (
     Outcome,
@@ -46,6 +45,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     ToPrefill,
 )
 from vllm_kvoffload.metrics.fields import ReceiveFailure
+from vllm_kvoffload.settings.remote_d2h import Limits
 
 GONE_KEPT = 4096
 """Transfers remembered after they were given up, so that a late `Publish` doesn't bring them back."""

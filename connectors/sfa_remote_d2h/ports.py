@@ -2,25 +2,6 @@
 
 from __future__ import annotations
 
-from vllm_kvoffload.config import ConfigError
-
-MAX_PORT = 65535
-
-
-def control_port(base: int, dp_rank: int, tp_size: int, tp_rank: int) -> int:
-    """Port on which a decode rank listens."""
-    return base + dp_rank * tp_size + tp_rank
-
-
-def check_ports(base: int, dp_size: int, tp_size: int) -> None:
-    """Raises ConfigError unless all ports of a decode deployment are ports."""
-    last = control_port(base, dp_size - 1, tp_size, tp_size - 1)
-    if not 1 <= base <= last <= MAX_PORT:
-        rule = (
-            f"control ports {base}..{last}, one for each of {dp_size} x {tp_size} ranks, are not in 1..65535"
-        )
-        raise ConfigError("kv_port", base, rule, f"set it to at most {MAX_PORT - dp_size * tp_size + 1}")
-
 
 class TPMismatchError(ValueError):
     """Prefill's tensor-parallel size is no multiple of decode's."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvoffload.connectors.scheduled import scheduled_requests
-from vllm_kvoffload.connectors.sfa_remote_d2h.config import RemoteD2HConfig, external_id
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import (
     DecodeMetadata,
     PrefillMetadata,
@@ -15,10 +14,11 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import (
     Target,
 )
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Receive
-from vllm_kvoffload.connectors.sfa_remote_d2h.ports import MAX_PORT, TPMismatchError, chunk_range, tp_ratio
+from vllm_kvoffload.connectors.sfa_remote_d2h.ports import TPMismatchError, chunk_range, tp_ratio
 from vllm_kvoffload.connectors.sfa_remote_d2h.rendezvous import Rendezvous, RendezvousError, check_url
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
 from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.settings.remote_d2h import MAX_PORT, RemoteD2HConfig, external_id
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks

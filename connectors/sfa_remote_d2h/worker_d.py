@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import zmq
 
-from vllm_kvoffload.config import ConfigError
-from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
 from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Consumer
 from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import (
     TICK_S,
@@ -27,6 +25,8 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.pending import ReadOrder
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import Hello, WireError, decode_to_decode, encode
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import StatsChannel
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.remote_d2h import Limits
 from vllm_kvoffload.transfer import (
     PeerHandle,
     ReadHandle,

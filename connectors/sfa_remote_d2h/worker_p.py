@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection
 
 import zmq
 
-from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
 from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import TICK_S, Idle, IOThread, receive_all, send, tcp
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import PrefillMetadata
@@ -24,6 +23,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import StatsChannel
 from vllm_kvoffload.runtime.base import Event
+from vllm_kvoffload.settings.remote_d2h import Limits
 from vllm_kvoffload.transfer import TransferEngine
 
 logger = get_logger(__name__)

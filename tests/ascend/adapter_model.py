@@ -19,7 +19,6 @@ from vllm_ascend.attention.attention_v1 import AscendAttentionState
 from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
 from vllm_ascend.spec_decode.llm_base_proposer import AscendSpecDecodeBaseProposer
 
-from vllm_kvoffload.config import ConfigError, SparseOffloadConfig
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.platforms.ascend.attention import (
     KVOffloadSFAImpl,
@@ -34,6 +33,8 @@ from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows, S
 from vllm_kvoffload.platforms.ascend.runner import bind_offload
 from vllm_kvoffload.runtime import CpuRuntime, DelayPlan
 from vllm_kvoffload.runtime.npu import NpuRuntime
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.manager import SparseKVManager
 
 from simulated_device import NPU, device_op, on_npu, plain  # isort: skip

@@ -38,7 +38,6 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker.utils import AttentionGroup
 from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec
 
-from vllm_kvoffload.config import ConfigError
 from vllm_kvoffload.platforms.ascend.attention import (
     KVOffloadSFABackend,
     KVOffloadSFAMetadataBuilder,
@@ -47,6 +46,7 @@ from vllm_kvoffload.platforms.ascend.attention import (
 from vllm_kvoffload.platforms.ascend.rows import PortableRows
 from vllm_kvoffload.platforms.ascend.runner import KVOffloadNPUModelRunner
 from vllm_kvoffload.runtime.npu import DeviceLane
+from vllm_kvoffload.settings.errors import ConfigError
 
 TWIN = os.environ.get("KVOFFLOAD_KERNELS_TWIN", "")
 Outputs = list[list[torch.Tensor]]

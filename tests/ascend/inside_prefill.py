@@ -49,11 +49,11 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
 from vllm_kvoffload.layerwise.pipeline import LayerPipeline, Limits
 from vllm_kvoffload.layerwise.slot_gate import SlotGates
-from vllm_kvoffload.platforms.ascend import staged_copies
 from vllm_kvoffload.platforms.ascend.checks import shared_plan
 from vllm_kvoffload.platforms.ascend.prefill_attention import SharedBufferSFAImpl
 from vllm_kvoffload.platforms.ascend.worker import shared_bytes
 from vllm_kvoffload.runtime.npu import NpuRuntime
+from vllm_kvoffload.store import staged_copies
 
 Outputs = list[list[torch.Tensor]]
 PLANS = [(1, [0]), (1, []), (3, []), (None, "all")]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvoffload.config import ConfigError
+from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.platforms.ascend import checks, symbols
 from vllm_kvoffload.platforms.ascend.caches import (
     IndexerLayout,
@@ -22,9 +22,11 @@ from vllm_kvoffload.platforms.ascend.caches import (
     indexer_layouts,
     layer_caches,
 )
-from vllm_kvoffload.platforms.ascend.connectors import name_modules, uses
+from vllm_kvoffload.platforms.ascend.connectors import name_modules
 from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV
 from vllm_kvoffload.platforms.refusal import StartupRefusedError
+from vllm_kvoffload.settings.connectors import connector_parts
+from vllm_kvoffload.settings.errors import ConfigError
 
 HF = {
     "num_hidden_layers": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2048,
@@ -172,7 +174,7 @@ def test_refused_in_one_line(change: dict[str, Any], named: str, monkeypatch: py
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     config = engine(**change)
     with pytest.raises(ConfigError) as caught:
-        checks.check_ascend(config, getattr(config.model_config.hf_text_config, "index_topk", None))
+        checks.check_ascend(config)
     line = str(caught.value)
     assert named in line
     assert "Fix: " in line
@@ -199,7 +201,7 @@ def test_full_graphs_are_refused_where_layers_need_the_host(
 ) -> None:
     monkeypatch.setenv(checks.KERNELS_ENV, "libkvoffload_ascend.so")
     with pytest.raises(ConfigError, match=r"cudagraph_mode.*full graph") as caught:
-        checks.check_ascend(engine(**graphs, **change), 2048)
+        checks.check_ascend(engine(**graphs, **change))
     assert fix in str(caught.value)
     assert '{"cudagraph_mode": "PIECEWISE"}' in str(caught.value)
 
@@ -207,15 +209,15 @@ def test_full_graphs_are_refused_where_layers_need_the_host(
 @pytest.mark.parametrize("graphs", FULL)
 def test_full_graphs_take_the_kernels(graphs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(checks.KERNELS_ENV, "libkvoffload_ascend.so")
-    checks.check_ascend(engine(**graphs), 2048)
-    checks.check_ascend(engine(**graphs, speculative=drafting("mtp", True)), 2048)
-    checks.check_ascend(engine(**graphs, speculative=drafting("ngram")), 2048)
+    checks.check_ascend(engine(**graphs))
+    checks.check_ascend(engine(**graphs, speculative=drafting("mtp", True)))
+    checks.check_ascend(engine(**graphs, speculative=drafting("ngram")))
     if graphs["mode"] == "FULL_AND_PIECEWISE":
         with pytest.raises(ConfigError, match="splitting_ops"):
-            checks.check_ascend(engine(**graphs, splits=[]), 2048)
+            checks.check_ascend(engine(**graphs, splits=[]))
     monkeypatch.delenv(checks.KERNELS_ENV)
     with pytest.raises(ConfigError, match="Fix: set KVOFFLOAD_ASCEND_OPS"):
-        checks.check_ascend(engine(**graphs), 2048)
+        checks.check_ascend(engine(**graphs))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def test_full_graphs_take_the_kernels(graphs: dict[str, Any], monkeypatch: pytes
 )
 def test_accepted(change: dict[str, Any]) -> None:
     config = engine(**change)
-    checks.check_ascend(config, 2048)
+    checks.check_ascend(config)
 
 
 def test_compact_delivery_takes_kernels_and_their_own_plan(
@@ -251,19 +253,19 @@ def test_compact_delivery_takes_kernels_and_their_own_plan(
     config = engine(additional=with_options(delivery="compact"))
     monkeypatch.delenv(KERNELS_ENV, raising=False)
     with pytest.raises(ConfigError, match=f"{KERNELS_ENV} is not set"):
-        checks.check_ascend(config, 2048)
+        checks.check_ascend(config)
     monkeypatch.setenv(KERNELS_ENV, str(tmp_path))
-    checks.check_ascend(config, 2048)
+    checks.check_ascend(config)
     published = engine(additional=with_options(delivery="compact", policy="fifo"))
     with pytest.raises(ConfigError, match="as published"):
-        checks.check_ascend(published, 2048)
+        checks.check_ascend(published)
 
 
 def test_quantised_indexer_keys_are_a_layout_of_their_own() -> None:
     plain, quantised = engine(), engine(additional=beside(enable_sparse_li_c8=True))
-    assert checks.ascend_geometry(plain).indexer_row_bytes == 256
-    assert checks.ascend_geometry(quantised).indexer_row_bytes == 130
-    assert [c.row_bytes for c in checks.ascend_geometry(plain).main_components] == [1024, 128]
+    assert EngineSettings.of(plain, "npu").model.indexer_row_bytes == 256
+    assert EngineSettings.of(quantised, "npu").model.indexer_row_bytes == 130
+    assert [c.row_bytes for c in EngineSettings.of(plain, "npu").model.main_components] == [1024, 128]
 
 
 @pytest.mark.parametrize("version", ["0.23.0", "0.23.0.post1", "0.23.1"])
@@ -297,6 +299,11 @@ def test_every_symbol_says_why() -> None:
 OURS = "vllm_kvoffload.connectors.ascend_store.connector"
 
 
+def has_our_store(transfer: Any) -> bool:
+    parts = connector_parts(transfer)
+    return any(part.name == "AscendStoreConnector" and part.is_ours(registered=False) for part in parts)
+
+
 @pytest.mark.parametrize(
     ("extra", "ours"),
     [
@@ -314,12 +321,12 @@ def test_the_store_is_ours_where_only_ours_can_do_what_is_asked_for(
     extra: dict[str, Any], ours: bool
 ) -> None:
     alone = engine(transfer={**PREFILL_STORE, "extra": extra}).kv_transfer_config
-    assert uses(alone, "AscendStoreConnector") == ours
+    assert has_our_store(alone) == ours
     assert alone.kv_connector_module_path == (OURS if ours else None)
     part = {"kv_connector": "AscendStoreConnector", "kv_connector_extra_config": extra}
     other = {"kv_connector": "MooncakeConnectorV1"}
     multi = engine(transfer={**JOINT, "extra": {"connectors": [other, part]}}).kv_transfer_config
-    assert uses(multi, "AscendStoreConnector") == ours
+    assert has_our_store(multi) == ours
     assert multi.kv_connector_module_path == ("vllm_kvoffload.connectors.multi" if ours else None)
 
 

@@ -16,7 +16,6 @@ from kernel_stand_ins import LISTS, PLAN, CoreKernels
 from simulated_npu import SimulatedNpu, SimulatedStream, scatter_nd_update, sparse_copy
 
 from vllm_kvoffload import ops
-from vllm_kvoffload.config import ConfigError, SparseOffloadConfig
 from vllm_kvoffload.layerwise.buffer_plan import BufferOptions, CacheLayer, plan_buffers
 from vllm_kvoffload.layerwise.pipeline import LayerMemory, LayerPipeline, Limits, Part, Rows, Step
 from vllm_kvoffload.platforms.ascend import offload as offload_module
@@ -27,6 +26,8 @@ from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows, S
 from vllm_kvoffload.runtime import CpuRuntime, TaskFailedError, WaitTimeoutError
 from vllm_kvoffload.runtime.base import Runtime
 from vllm_kvoffload.runtime.npu import NpuRuntime
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
 
 LAYOUT = HostPoolLayout(2, 4, 16, (("nope", 64), ("rope", 16)))

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvoffload.platforms.ascend.staged_copies import StagedCopies, batches
 from vllm_kvoffload.store import CopySpans, Direction, StoreError, WriteObject
 from vllm_kvoffload.store.local import LocalStore
+from vllm_kvoffload.store.staged_copies import StagedCopies, batches
 from vllm_kvoffload.transfer.base import Region
 
 BLOCKS, BLOCK = 6, 4

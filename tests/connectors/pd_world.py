@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
 from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Consumer
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Outcome, Phase, ReadOrder, Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.producer import Producer
@@ -18,6 +17,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     prompt_digest,
 )
 from vllm_kvoffload.metrics import DECODE, PREFILL
+from vllm_kvoffload.settings.remote_d2h import Limits
 
 LAYERS = 2
 POISON = ("poison",)

@@ -31,8 +31,9 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_kvoffload.connectors.ascend_store.planning import buffer_plan, key_space
+from vllm_kvoffload.connectors.ascend_store.planning import key_space
 from vllm_kvoffload.connectors.ascend_store.worker import StoreWorker
+from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.layerwise.buffer_plan import BufferPlan
 from vllm_kvoffload.layerwise.pipeline import LayerMemory, LayerPipeline, Limits, Part
 from vllm_kvoffload.runtime import CpuRuntime
@@ -258,7 +259,8 @@ class Engine:
         self.config = copy.deepcopy(config)
         self.config.kv_transfer_config.engine_id = f"model-{os.getpid()}-{next(_numbers)}"
         self.config.cache_config.num_gpu_blocks = num_blocks
-        plan = buffer_plan(self.config)
+        self.settings = EngineSettings.of(self.config)
+        plan = self.settings.buffers
         assert plan is not None
         self.plan, self.num_blocks, self.drafts = plan, num_blocks, drafts
         self._make_ranks(ranks, objects, Limits(deadline_s=deadline_s))
@@ -266,7 +268,7 @@ class Engine:
 
     def _make_ranks(self, count: int, objects: int, limits: Limits) -> None:
         engine_id = str(self.config.kv_transfer_config.engine_id)
-        self.key_space = key_space(self.config)
+        self.key_space = key_space(self.config, self.settings)
         self.owner = LocalStore(engine_id, objects * OBJECT_PAGES)
         self.losses: list[dict[str, Any]] = [{} for _ in range(count)]
         self._met = threading.Barrier(count)

@@ -8,19 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvoffload.config import ConfigError
 from vllm_kvoffload.connectors.sfa_remote_d2h import wire
-from vllm_kvoffload.connectors.sfa_remote_d2h.config import external_id, parse_remote_d2h
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout, layer_index
 from vllm_kvoffload.connectors.sfa_remote_d2h.ports import (
     TPMismatchError,
-    check_ports,
     chunk_range,
-    control_port,
     owner,
     tp_ratio,
 )
 from vllm_kvoffload.connectors.sfa_remote_d2h.rendezvous import RendezvousError, check_url
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.remote_d2h import check_ports, control_port, external_id, parse_remote_d2h
 
 LAYER = wire.LayerLayout(0, ((4096, 64, 64),), ())
 MESSAGES = {

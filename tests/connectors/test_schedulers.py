@@ -9,13 +9,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_kvoffload.config import ConfigError
-from vllm_kvoffload.connectors.ascend_store.config import parse_ascend_store
-from vllm_kvoffload.connectors.ascend_store.planning import num_blocks
-from vllm_kvoffload.connectors.sfa_remote_d2h.config import parse_remote_d2h
 from vllm_kvoffload.connectors.sfa_remote_d2h.scheduler import DecodeScheduler, PrefillScheduler
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
+from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.layerwise.buffer_plan import CacheLayer, plan_buffers
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.offload import EngineFacts, SparseOffloadConfig
+from vllm_kvoffload.settings.remote_d2h import parse_remote_d2h
+from vllm_kvoffload.settings.store import parse_ascend_store
 
 BLOCK = 4
 REMOTE = {
@@ -254,19 +255,15 @@ def test_what_runs_finds_room_in_a_store_of_the_engines_own():
     extra = {"backend": "local", "use_layerwise": True, "layerwise_num_shared_buffers": 1,
              "local_dram_size_GB": 64 * 4096 / 2**30}  # fmt: skip
     layers = [CacheLayer(number, "main", 256) for number in range(4)]
-    plan = plan_buffers(layers, parse_ascend_store("kv_producer", extra).buffers)
-    transfer = SimpleNamespace(
-        kv_connector="AscendStoreConnector", kv_role="kv_producer", kv_connector_extra_config=extra
-    )
+    options = parse_ascend_store("kv_producer", extra)
+    facts = EngineFacts(index_topk=1, block_size=BLOCK, max_num_seqs=8)
 
     def blocks(override=None, max_model_len=40):
-        config = SimpleNamespace(
-            kv_transfer_config=transfer,
-            cache_config=SimpleNamespace(block_size=BLOCK, num_gpu_blocks_override=override),
-            scheduler_config=SimpleNamespace(max_num_seqs=8),
-            model_config=SimpleNamespace(max_model_len=max_model_len),
+        settings = EngineSettings(
+            "cpu", {}, (), SparseOffloadConfig(), None, options, facts, None, max_model_len, override
         )
-        return num_blocks(config, plan, 1 << 30)
+        vars(settings)["buffers"] = plan_buffers(layers, options.buffers)  # of no model
+        return settings.shared_buffer_blocks(1 << 30)
 
     assert blocks() == blocks(48) == 48
     with pytest.raises(ConfigError, match=r"num_gpu_blocks_override=49: .* hold 48 blocks"):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_kvoffload.config import ConfigError
-from vllm_kvoffload.connectors.ascend_store.config import find_store_options, parse_ascend_store
 from vllm_kvoffload.layerwise.buffer_plan import BufferOptions
+from vllm_kvoffload.settings.connectors import ConnectorPart, nested_parts
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.store import AscendStoreConfig, find_store_options, parse_ascend_store
 
 PUBLISHED = {
     "backend": "memcache",
@@ -43,7 +44,10 @@ def test_without_layerwise_nothing_is_shared():
         ("kv_producer", {"consumer_is_to_load": True}, "SfaRemoteD2HConnector"),
         ("kv_producer", {"load_async": True}, "awaited layer by layer"),
         ("kv_producer", {"prefill_pp_size": 2}, "pipeline parallelism is not supported"),
-        ("kv_producer", {"local_dram_size_GB": 0}, "above 0"),
+        *(
+            ("kv_producer", {"local_dram_size_GB": size}, "above 0")
+            for size in (0, -1, "4", True, float("nan"), float("inf"), 1e9, None)
+        ),
         ("kv_producer", {"use_layerwise": False}, "is without effect unless use_layerwise"),
         (
             "kv_producer",
@@ -67,6 +71,10 @@ def joint(*parts: dict) -> dict:
     return {"connectors": [{"kv_role": "kv_producer", **part} for part in parts]}
 
 
+def found_options(name: str, role: str, extra: dict) -> AscendStoreConfig | None:
+    return find_store_options(nested_parts(ConnectorPart(name, role, extra)))
+
+
 STORE = {"kv_connector": "AscendStoreConnector", "kv_connector_extra_config": PUBLISHED}
 REMOTE = {"kv_connector": "SfaRemoteD2HConnector", "kv_connector_extra_config": {"transfer_backend": "nixl"}}
 
@@ -74,16 +82,16 @@ REMOTE = {"kv_connector": "SfaRemoteD2HConnector", "kv_connector_extra_config": 
 @pytest.mark.parametrize("name", ["MultiConnector", "KVOffloadMultiConnector"])
 def test_in_a_multi_connector(name):
     for parts in ((REMOTE, STORE), (STORE, REMOTE)):
-        found = find_store_options(name, "kv_producer", joint(*parts))
+        found = found_options(name, "kv_producer", joint(*parts))
         assert found is not None
         assert found.buffers == BufferOptions(3, (0,))
-    assert find_store_options(name, "kv_producer", joint(REMOTE)) is None
+    assert found_options(name, "kv_producer", joint(REMOTE)) is None
 
 
 def test_other_connectors_are_left_alone():
-    assert find_store_options("NixlConnector", "kv_both", {"anything": 1}) is None
+    assert found_options("NixlConnector", "kv_both", {"anything": 1}) is None
     parts = {"connectors": [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}]}
-    assert find_store_options("MultiConnector", "kv_producer", parts) is None
+    assert found_options("MultiConnector", "kv_producer", parts) is None
 
 
 @pytest.mark.parametrize(
@@ -96,4 +104,4 @@ def test_other_connectors_are_left_alone():
 )
 def test_refused_multi_connectors(extra, message):
     with pytest.raises(ConfigError, match=message):
-        find_store_options("MultiConnector", "kv_producer", extra)
+        found_options("MultiConnector", "kv_producer", extra)

@@ -12,14 +12,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_kvoffload.config import ConfigError
 from vllm_kvoffload.connectors.sfa_remote_d2h import io_thread, worker_d
-from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_d import DecodeWorker
 from vllm_kvoffload.metrics import DECODE, PREFILL, StatsChannel, find_stats
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.remote_d2h import Limits
 from vllm_kvoffload.transfer import PeerHandle, ReadHandle, TransferEngine
 from vllm_kvoffload.transfer.base import prepare
 from vllm_kvoffload.transfer.spans import RegionTable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_kvoffload.config import DELIVERIES, POLICIES
+from vllm_kvoffload.settings.offload import DELIVERIES, POLICIES
 
 pytestmark = pytest.mark.slow
 

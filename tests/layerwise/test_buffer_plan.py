@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvoffload.config import ConfigError
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.layerwise.buffer_plan import (
     BufferOptions,
@@ -15,6 +14,7 @@ from vllm_kvoffload.layerwise.buffer_plan import (
     parse_buffer_options,
     plan_buffers,
 )
+from vllm_kvoffload.settings.errors import ConfigError
 
 
 def equal_layers(count: int) -> list[CacheLayer]:

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_kvoffload.config import POLICIES, SparseOffloadConfig
 from vllm_kvoffload.geometry import Component, KVGeometry
+from vllm_kvoffload.settings.offload import POLICIES, SparseOffloadConfig
 
 Keys = npt.NDArray[np.int64]
 

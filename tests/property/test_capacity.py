@@ -6,8 +6,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from vllm_kvoffload.config import GIB, ConfigError
 from vllm_kvoffload.geometry import Component, KVGeometry
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.values import GIB
 from vllm_kvoffload.sparse.capacity import CapacityError, CapacityInputs, plan_capacity, required_budget
 
 TYPES_5_3 = tuple("full" if i in {0, 1, 2, *range(6, 78, 4)} else "shared" for i in range(78))

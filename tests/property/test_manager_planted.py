@@ -14,12 +14,12 @@ from manager_model import Setup, setup_for
 from manager_programs import WrongRowError, run_failing_program, run_program, run_rank_pair
 
 from vllm_kvoffload import ops
-from vllm_kvoffload.layerwise.prefill_stream import PrefillStream
 from vllm_kvoffload.sparse.compact import CompactDelivery, PublishedPlanner
 from vllm_kvoffload.sparse.host_store import HostStore
 from vllm_kvoffload.sparse.hot_pool import HotPool
 from vllm_kvoffload.sparse.manager import SparseKVManager
 from vllm_kvoffload.sparse.prefetch import FollowerPrefetch
+from vllm_kvoffload.sparse.prefill_stream import PrefillStream
 from vllm_kvoffload.sparse.rows import RowError, RowLease, RowTable
 
 pytestmark = pytest.mark.timeout(300)

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 import pytest
 from test_keys import SPACE
 
-from vllm_kvoffload.config import ConfigError
+from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.store import (
     KeySpace,
     StoreError,

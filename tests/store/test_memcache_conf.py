@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from vllm_kvoffload.cli.main import app
-from vllm_kvoffload.config import ConfigError
+from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.store import memcache_conf
 from vllm_kvoffload.store.memcache_conf import Cluster, Endpoint, read_local, read_meta, render, size_bytes
 

@@ -8,7 +8,7 @@ from model_configs import deepseek_v3_2, glm_5_3
 from typer.testing import CliRunner
 
 from vllm_kvoffload.cli import main as cli
-from vllm_kvoffload.config import GIB
+from vllm_kvoffload.settings.values import GIB
 
 runner = CliRunner()
 

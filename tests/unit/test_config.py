@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_kvoffload.config import (
-    GIB,
-    ConfigError,
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.offload import (
     EngineFacts,
     SparseOffloadConfig,
     parse_sparse_offload,
     valid_buffer_sizes,
     validate_sparse_offload,
 )
+from vllm_kvoffload.settings.values import GIB
 
 # As in the public documentation of the feature, to the letter.
 DOCUMENTED = """{

@@ -17,20 +17,21 @@ from typing import Any
 import pytest
 
 from vllm_kvoffload.cli.proxy import settings_of
-from vllm_kvoffload.config import (
-    GIB,
-    SECTION,
-    ConfigError,
-    EngineFacts,
-    parse_sparse_offload,
-    validate_sparse_offload,
-)
-from vllm_kvoffload.connectors.ascend_store.config import find_store_options
-from vllm_kvoffload.connectors.sfa_remote_d2h.config import CONNECTOR, parse_remote_d2h
 from vllm_kvoffload.demo.server import free_port
 from vllm_kvoffload.layerwise.buffer_plan import BufferOptions
 from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV
 from vllm_kvoffload.proxy.settings import ProxySettings
+from vllm_kvoffload.settings.connectors import REMOTE_D2H, ConnectorPart, nested_parts
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.offload import (
+    SECTION,
+    EngineFacts,
+    parse_sparse_offload,
+    validate_sparse_offload,
+)
+from vllm_kvoffload.settings.remote_d2h import parse_remote_d2h
+from vllm_kvoffload.settings.store import find_store_options
+from vllm_kvoffload.settings.values import GIB
 from vllm_kvoffload.store.memcache_conf import LOCAL_FILE, LOCAL_VARIABLE, META_FILE, META_VARIABLE
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -100,7 +101,8 @@ def run(folder: Path, script: str, expected: int, *arguments: str, **environment
 def check_store(transfer: dict[str, Any], backend: str) -> dict[str, Any]:
     """The other part of a multi connector."""
     extra = transfer["kv_connector_extra_config"]
-    options = find_store_options(transfer["kv_connector"], transfer["kv_role"], extra)
+    whole = ConnectorPart(transfer["kv_connector"], transfer["kv_role"], extra)
+    options = find_store_options(nested_parts(whole))
     assert options is not None
     assert options.backend == backend
     assert options.buffers == BufferOptions(3, (0,))
@@ -119,7 +121,7 @@ def check_engine(started: Started, device: str, tp_size: int = 1, store: str = "
         role = str(transfer["kv_role"])
         if store != "none":
             transfer = check_store(transfer, store)
-        assert transfer["kv_connector"] == CONNECTOR
+        assert transfer["kv_connector"] == REMOTE_D2H
         extra = transfer["kv_connector_extra_config"]
         parse_remote_d2h(role, int(str(transfer["kv_port"])), extra, device)  # type: ignore[arg-type]
     additional = started.json("--additional-config")

@@ -3,8 +3,8 @@ from types import SimpleNamespace
 import pytest
 from model_configs import deepseek_v3_2, glm_5_3
 
-from vllm_kvoffload.config import ConfigError
 from vllm_kvoffload.geometry import Component, GeometryError, IndexGroup, KVGeometry, resolve_indexer_types
+from vllm_kvoffload.settings.errors import ConfigError
 
 FULL_5_3 = (0, 1, 2, *range(6, 78, 4))
 MILLION = 10**6

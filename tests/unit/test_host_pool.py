@@ -21,19 +21,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm_kvoffload.memory.limits import MemoryLimit
+from vllm_kvoffload.memory.segment import SharedSegment, remove_stale_segments
 from vllm_kvoffload.sparse import segment as segment_module
 from vllm_kvoffload.sparse.host_pool import (
     HostPool,
-    HostPoolAttachError,
-    HostPoolClosedError,
-    HostPoolError,
     HostPoolLayout,
-    HostPoolLayoutError,
-    HostPoolMemoryError,
     MemoryRange,
+    SegmentAttachError,
+    SegmentClosedError,
+    SegmentError,
+    SegmentLayoutError,
+    SegmentMemoryError,
 )
-from vllm_kvoffload.sparse.machine_memory import MemoryLimit
-from vllm_kvoffload.sparse.segment import SharedSegment, remove_stale_segments
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -45,7 +45,7 @@ LAYOUT = HostPoolLayout(num_layers=3, num_blocks=5, block_size=16, components=((
 # Without torch, to start fast. Prints its name, then obeys one word per line.
 OWNER = """
 import sys
-from vllm_kvoffload.sparse.segment import SharedSegment
+from vllm_kvoffload.memory.segment import SharedSegment
 segment = SharedSegment.create(4 << 20, "test")
 print(segment.name, flush=True)
 for line in sys.stdin:
@@ -256,7 +256,7 @@ class TestSharing:
         other = HostPoolLayout(3, 5, 8, (("nope", 2048), ("rope", 256)))
         assert other.total_bytes == LAYOUT.total_bytes  # so size alone would not tell
         with HostPool.create(LAYOUT) as pool:
-            with pytest.raises(HostPoolLayoutError, match=r"expected .*block_size=8.*found .*block_size=16"):
+            with pytest.raises(SegmentLayoutError, match=r"expected .*block_size=8.*found .*block_size=16"):
                 HostPool.attach(pool.name, other)
             HostPool.attach(pool.name, LAYOUT).close()
 
@@ -264,7 +264,7 @@ class TestSharing:
         "name", ["", "../etc/passwd", "kvoffload-1-2-xyz", "/dev/shm/x", "kvoffload-1-2"]
     )
     def test_only_pool_names_are_opened(self, name: str) -> None:
-        with pytest.raises(HostPoolAttachError, match="expected a host pool name"):
+        with pytest.raises(SegmentAttachError, match="expected a host pool name"):
             HostPool.attach(name, LAYOUT)
 
     def test_attach_refuses_links_and_open_modes(self) -> None:
@@ -272,12 +272,12 @@ class TestSharing:
         with HostPool.create(LAYOUT) as pool:
             link.symlink_to(SHM / pool.name)
             try:
-                with pytest.raises(HostPoolAttachError):
+                with pytest.raises(SegmentAttachError):
                     HostPool.attach(link.name, LAYOUT)
             finally:
                 link.unlink()
             (SHM / pool.name).chmod(0o644)
-            with pytest.raises(HostPoolAttachError, match="mode 0600"):
+            with pytest.raises(SegmentAttachError, match="mode 0600"):
                 HostPool.attach(pool.name, LAYOUT)
 
     def test_offsets_beyond_4_gib_reach_their_own_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,9 +302,9 @@ class TestLifetime:
             assert pool.name not in names()
             pool.layer(0)["nope"][1, 1, 1] = 5
             assert other.layer(0)["nope"][1, 1, 1] == 5
-            with pytest.raises(HostPoolAttachError, match="sealed"):
+            with pytest.raises(SegmentAttachError, match="sealed"):
                 HostPool.attach(pool.name, LAYOUT)
-            with pytest.raises(HostPoolError, match="only be sealed by the rank that created it"):
+            with pytest.raises(SegmentError, match="only be sealed by the rank that created it"):
                 other.seal()
 
     @pytest.mark.parametrize("seal", [False, True])
@@ -316,7 +316,7 @@ class TestLifetime:
             pool.close()
         assert pool.name not in names()
         for use in (lambda: pool.layer(0), pool.chunks):
-            with pytest.raises(HostPoolClosedError):
+            with pytest.raises(SegmentClosedError):
                 use()
 
     def test_closing_one_rank_leaves_the_others(self) -> None:
@@ -463,7 +463,7 @@ class TestKilled:
             os.chown(path, 12345, 12345)
             assert path.name not in remove_stale_segments()
             assert path.exists()
-            with pytest.raises(HostPoolAttachError, match="this user"):
+            with pytest.raises(SegmentAttachError, match="this user"):
                 HostPool.attach(path.name, LAYOUT)
         finally:
             path.unlink()
@@ -471,7 +471,7 @@ class TestKilled:
     def test_two_cleaners_at_once(self) -> None:
         """Whichever unlinks first, the other goes on quietly and both agree that it is gone."""
         paths = [plant(dead_pid(), start=1, digit=digit) for digit in "0123456789abcdef"]
-        program = "from vllm_kvoffload.sparse.segment import remove_stale_segments as r; print(*r())"
+        program = "from vllm_kvoffload.memory.segment import remove_stale_segments as r; print(*r())"
         cleaners = [
             subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
             for _ in range(2)
@@ -494,10 +494,10 @@ def plant(pid: int, start: int, digit: str = "d") -> Path:
 
 
 class TestMemory:
-    def expect_refusal(self, limited_by: str, limit_bytes: int | None = None) -> HostPoolMemoryError:
+    def expect_refusal(self, limited_by: str, limit_bytes: int | None = None) -> SegmentMemoryError:
         before = names()
         descriptors = len(os.listdir("/proc/self/fd"))
-        with pytest.raises(HostPoolMemoryError, match=limited_by) as info:
+        with pytest.raises(SegmentMemoryError, match=limited_by) as info:
             HostPool.create(LAYOUT, limit_bytes)
         assert not left_behind(before)
         assert len(os.listdir("/proc/self/fd")) == descriptors
@@ -528,7 +528,7 @@ class TestMemory:
 
     def test_a_real_impossible_request(self) -> None:
         huge = HostPoolLayout(1000, 1 << 20, 128, (("kv", 1152),))
-        with pytest.raises(HostPoolMemoryError) as info:
+        with pytest.raises(SegmentMemoryError) as info:
             HostPool.create(huge)
         assert info.value.available_bytes < info.value.requested_bytes == huge.total_bytes + 2 * MIB
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvoffload.sparse.machine_memory import HEADROOM_BYTES, memory_limits, ram_limits
+from vllm_kvoffload.memory.limits import HEADROOM_BYTES, memory_limits, ram_limits
 
 GIB = 1 << 30
 V2 = "30 23 0:26 {root} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup rw\n"

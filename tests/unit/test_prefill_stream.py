@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from vllm_kvoffload import ops
-from vllm_kvoffload.layerwise.prefill_stream import PrefillRequest, PrefillStream
 from vllm_kvoffload.runtime import CpuRuntime, DelayPlan, TaskFailedError, WaitTimeoutError
 from vllm_kvoffload.sparse.host_store import HostStore
+from vllm_kvoffload.sparse.prefill_stream import PrefillRequest, PrefillStream
 
 pytestmark = pytest.mark.timeout(60)
 

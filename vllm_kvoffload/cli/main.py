@@ -15,7 +15,7 @@ from rich.console import Console
 from vllm_kvoffload.cli import doctor as diagnosis
 from vllm_kvoffload.cli import memcache, proxy, trace
 from vllm_kvoffload.cli import size as sizing
-from vllm_kvoffload.config import ConfigError
+from vllm_kvoffload.settings.errors import ConfigError
 
 DEMO_MODULE = "vllm_kvoffload.demo.run"
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_kvoffload.config import ConfigError
+from vllm_kvoffload.settings.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm_kvoffload.store.memcache_conf import Endpoint

@@ -15,9 +15,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvoffload.config import GIB, ConfigError, EngineFacts, parse_sparse_offload, validate_sparse_offload
 from vllm_kvoffload.geometry import KVGeometry
-from vllm_kvoffload.layerwise.buffer_plan import geometry_layers, parse_buffer_options, plan_buffers
+from vllm_kvoffload.layerwise.buffer_plan import geometry_layers, plan_buffers
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.offload import EngineFacts, parse_sparse_offload, validate_sparse_offload
+from vllm_kvoffload.settings.store import parse_buffer_options
+from vllm_kvoffload.settings.values import GIB
 from vllm_kvoffload.sparse.capacity import (
     Budget,
     CapacityError,
@@ -150,19 +153,14 @@ def _capacity_inputs(request: SizeRequest, geometry: KVGeometry, length: int) ->
     validate_sparse_offload(config, facts)
     if length < 1:
         raise ConfigError("max_model_len", length, "must be at least 1", "give --max-model-len 1 or more")
-    return CapacityInputs(
-        geometry=geometry,
+    return CapacityInputs.of(
+        geometry,
+        config,
         block_size=request.block_size,
-        device_bytes=0,
-        dram_bytes=config.dram_bytes,
         max_num_seqs=request.max_num_seqs,
         max_model_len=length,
-        topk_buffer_size=config.topk_buffer_size,
-        ways=config.ways,
+        device_bytes=0,
         prefill_buffers=request.prefill_buffers,
-        keep_device=config.keep_device_kv_cache,
-        delivery=config.delivery,
-        published_plan=config.plans_as_published,
     )
 
 

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_kvoffload.config import SECTION
-from vllm_kvoffload.connectors.ascend_store.config import CONNECTOR as STORE_CONNECTOR
-from vllm_kvoffload.connectors.sfa_remote_d2h.config import CONNECTOR
 from vllm_kvoffload.demo.processes import Process, mapped_segments, session_and_descendants
+from vllm_kvoffload.settings.connectors import REMOTE_D2H
+from vllm_kvoffload.settings.connectors import STORE as STORE_CONNECTOR
+from vllm_kvoffload.settings.offload import SECTION
 
 HOST = "127.0.0.1"
 MODEL_NAME = "kvoffload-demo"
@@ -89,7 +89,7 @@ def transfer_options(role: str, kv_port: int, **extra: Any) -> dict[str, Any]:
     kv_port: where decode's first rank listens. extra: more keys of the connector.
     """
     return {
-        "kv_connector": CONNECTOR,
+        "kv_connector": REMOTE_D2H,
         "kv_role": role,
         "kv_port": kv_port,
         "kv_connector_extra_config": {"transfer_backend": "nixl", **extra},

@@ -31,7 +31,7 @@ from vllm_kvoffload.demo import text
 if TYPE_CHECKING:
     import torch
 
-    from vllm_kvoffload.demo.checkpoint import CheckpointSpec
+    from vllm_kvoffload.demo.spec import CheckpointSpec
 
 VERSION = 2
 """Part of every checkpoint's digest; raise it whenever a weight changes."""

@@ -14,16 +14,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias
 
-from vllm_kvoffload.config import ConfigError
 from vllm_kvoffload.geometry import KVGeometry
-
-EXTRA = "kv_connector_extra_config"
-NUM_SHARED = f"{EXTRA}.layerwise_num_shared_buffers"
-INDEPENDENT = f"{EXTRA}.layerwise_independent_layers"
-
-Independent: TypeAlias = tuple[int, ...] | Literal["all"]
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.store import INDEPENDENT, NUM_SHARED, BufferOptions, Independent
 
 
 @dataclass(frozen=True)
@@ -39,15 +33,6 @@ class CacheLayer:
     main_bytes: int
     indexer: Hashable = None
     indexer_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class BufferOptions:
-    """num_shared_buffers: slots of each bucket, None for as many as there are layers. independent: positions
-    of layers with memory of their own, negative ones counted from the end, or "all"."""
-
-    num_shared_buffers: int | None = None
-    independent: Independent = (0,)
 
 
 @dataclass(frozen=True)
@@ -115,38 +100,6 @@ class BufferPlan:
             f"Layerwise KV cache reuse merged {self.num_caches} descriptors into {self.num_buffers} "
             f"descriptors using {len(self.slots)} buffer assignments."
         )
-
-
-def parse_buffer_options(num_shared_buffers: Any, independent_layers: Any) -> BufferOptions:
-    """Options as given in JSON, None for those left out. Raises ConfigError for a wrong type or range."""
-    defaults = BufferOptions()
-    return BufferOptions(
-        None if num_shared_buffers is None else _count(num_shared_buffers),
-        defaults.independent if independent_layers is None else _independent(independent_layers),
-    )
-
-
-def _count(value: Any) -> int:
-    fix = "write a whole number from 1 on; 2 to 4 is a good start"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(NUM_SHARED, value, f"must be an integer, not a {type(value).__name__}", fix)
-    if value < 1:
-        raise ConfigError(NUM_SHARED, value, "must be at least 1", fix)
-    return value
-
-
-def _independent(value: Any) -> Independent:
-    fix = 'write a list such as [0] or [0, -1], or "all" for no sharing'
-    if isinstance(value, str):
-        if value.lower() == "all":
-            return "all"
-        raise ConfigError(INDEPENDENT, value, 'must be a list of layers or "all"', fix)
-    if not isinstance(value, (list, tuple)):
-        raise ConfigError(INDEPENDENT, value, f"must be a list, not a {type(value).__name__}", fix)
-    for item in value:
-        if isinstance(item, bool) or not isinstance(item, int):
-            raise ConfigError(INDEPENDENT, value, f"{item!r} is not a layer: must be integers", fix)
-    return tuple(value)
 
 
 def plan_buffers(layers: Sequence[CacheLayer], options: BufferOptions) -> BufferPlan:

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
-from vllm_kvoffload.config import ConfigError, parse_sparse_offload
-from vllm_kvoffload.connectors.ascend_store.config import CONNECTOR as ASCEND_STORE
-from vllm_kvoffload.connectors.ascend_store.config import nested_connectors
-from vllm_kvoffload.connectors.sfa_remote_d2h.config import CONNECTOR as REMOTE_D2H
+from vllm_kvoffload.engine import EngineOptions
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics.collector import OffloadCollector
 from vllm_kvoffload.metrics.fields import DECODE, OFFLOAD, PREFILL, STORE
 from vllm_kvoffload.metrics.reader import StatsFinder
 from vllm_kvoffload.metrics.report import IntervalReport
+from vllm_kvoffload.settings.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -78,23 +75,15 @@ class OffloadStatLogger(AggregateStatLoggerBase):
 def counting_parts(vllm_config: VllmConfig) -> set[str]:
     """Names of the field sets that each worker of an engine publishes."""
     try:
-        parts = {OFFLOAD.name} if _offloads(vllm_config.additional_config) else set()
-        transfer = vllm_config.kv_transfer_config
-        if transfer is None:
-            return parts
-        name, role, extra = transfer.kv_connector, transfer.kv_role, transfer.kv_connector_extra_config
-        for connector, its_role, _ in nested_connectors(name, role, extra):
-            if connector == REMOTE_D2H:
-                parts.add(PREFILL.name if its_role == "kv_producer" else DECODE.name)
-            elif connector == ASCEND_STORE:
-                parts.add(STORE.name)
-        return parts
+        options = EngineOptions.of(vllm_config)
     except ConfigError:  # for the platform to refuse, where there is one that reads this section
         return set()
-
-
-def _offloads(options: object) -> bool:
-    return isinstance(options, Mapping) and parse_sparse_offload(options).enabled
+    parts = {OFFLOAD.name} if options.offload.enabled else set()
+    if options.remote is not None:
+        parts.add(PREFILL.name if options.remote.producer else DECODE.name)
+    if options.store is not None:
+        parts.add(STORE.name)
+    return parts
 
 
 def _register(collector: OffloadCollector) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
-from vllm_kvoffload.config import SparseOffloadConfig
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import StatsChannel
 from vllm_kvoffload.runtime.base import Runtime
+from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.capacity import CapacityPlan
 from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
-from vllm_kvoffload.sparse.manager import DEADLINE_S, SparseKVManager
+from vllm_kvoffload.sparse.manager import SparseKVManager
 from vllm_kvoffload.trace import TraceHeader, TraceRecorder
 
 if TYPE_CHECKING:
@@ -102,16 +99,6 @@ def log_capacity(plan: CapacityPlan) -> None:
 
 def _mib(count: int) -> str:
     return f"{count / (1 << 20):.1f} MiB"
-
-
-def rank_barrier(group: torch.distributed.ProcessGroup) -> Callable[[], None]:
-    """A barrier of the TP ranks that ends: a rank that doesn't come is an error after the deadline."""
-    timeout = timedelta(seconds=DEADLINE_S)
-
-    def barrier() -> None:
-        torch.distributed.monitored_barrier(group, timeout=timeout)
-
-    return barrier
 
 
 def add_late_losses(output: Any) -> None:

@@ -6,7 +6,7 @@ import sys
 from types import TracebackType
 from typing import NoReturn
 
-from vllm_kvoffload.config import ConfigError
+from vllm_kvoffload.settings.errors import ConfigError
 
 
 class StartupRefusedError(RuntimeError):

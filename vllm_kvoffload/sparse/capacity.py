@@ -13,8 +13,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from vllm_kvoffload.config import GIB, SECTION, ConfigError
 from vllm_kvoffload.geometry import KVGeometry
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.offload import SECTION, SparseOffloadConfig
+from vllm_kvoffload.settings.values import GIB
 
 _TAG_BYTES = 4
 _AGE_BYTES = 1
@@ -54,6 +56,34 @@ class CapacityInputs:
     keep_device: bool = False
     delivery: str = "in_place"
     published_plan: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        geometry: KVGeometry,
+        offload: SparseOffloadConfig,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        device_bytes: int,
+        prefill_buffers: int,
+    ) -> CapacityInputs:
+        """From the options of the offload; the others are the engine's."""
+        return cls(
+            geometry=geometry,
+            block_size=block_size,
+            device_bytes=device_bytes,
+            dram_bytes=offload.dram_bytes,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            topk_buffer_size=offload.topk_buffer_size,
+            ways=offload.ways,
+            prefill_buffers=prefill_buffers,
+            keep_device=offload.keep_device_kv_cache,
+            delivery=offload.delivery,
+            published_plan=offload.plans_as_published,
+        )
 
     @property
     def hot_bytes(self) -> int:

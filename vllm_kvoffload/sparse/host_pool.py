@@ -17,26 +17,26 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_kvoffload.sparse.machine_memory import MemoryLimit
-from vllm_kvoffload.sparse.segment import (
-    HostPoolAttachError,
-    HostPoolClosedError,
-    HostPoolError,
-    HostPoolLayoutError,
-    HostPoolMemoryError,
+from vllm_kvoffload.memory.limits import MemoryLimit
+from vllm_kvoffload.memory.segment import (
+    SegmentAttachError,
+    SegmentClosedError,
+    SegmentError,
+    SegmentLayoutError,
+    SegmentMemoryError,
     SharedSegment,
     align_up,
 )
 
 __all__ = [
     "HostPool",
-    "HostPoolAttachError",
-    "HostPoolClosedError",
-    "HostPoolError",
     "HostPoolLayout",
-    "HostPoolLayoutError",
-    "HostPoolMemoryError",
     "MemoryRange",
+    "SegmentAttachError",
+    "SegmentClosedError",
+    "SegmentError",
+    "SegmentLayoutError",
+    "SegmentMemoryError",
 ]
 
 # Pinning 512 GiB or more in one call fails in drivers.
@@ -150,11 +150,11 @@ class HostPool:
         """Reserve the pool's memory and give it a name. Removes what killed processes left first.
 
         `dram_limit_bytes`: from `dram_size_per_dp_GB`, compared with `layout.payload_bytes`.
-        Raises HostPoolMemoryError before or while reserving; nothing is left behind then.
+        Raises SegmentMemoryError before or while reserving; nothing is left behind then.
         """
         if dram_limit_bytes is not None and layout.payload_bytes > dram_limit_bytes:
             fix = "raise it, or use fewer or smaller blocks"
-            raise HostPoolMemoryError(
+            raise SegmentMemoryError(
                 layout.payload_bytes,
                 MemoryLimit("sparse_kv_offload_config.dram_size_per_dp_GB", dram_limit_bytes, fix),
             )
@@ -162,7 +162,7 @@ class HostPool:
 
     @classmethod
     def attach(cls, name: str, layout: HostPoolLayout) -> HostPool:
-        """Map a pool that another rank created. Raises HostPoolAttachError, HostPoolLayoutError."""
+        """Map a pool that another rank created. Raises SegmentAttachError, SegmentLayoutError."""
         return cls(layout, SharedSegment.attach(name, layout.total_bytes, _describe(layout)))
 
     @property
@@ -178,7 +178,7 @@ class HostPool:
         """Tensors uint8 [num_blocks, block_size, row_bytes] of one layer by component name, zero at first.
 
         They share the pool's memory and keep it mapped, even past `close()`. Raises IndexError,
-        HostPoolClosedError.
+        SegmentClosedError.
         """
         tensors = {}
         for component, (name, row_bytes) in enumerate(self.layout.components):
@@ -189,14 +189,14 @@ class HostPool:
         return tensors
 
     def chunks(self, max_bytes: int = MAX_CHUNK_BYTES) -> list[MemoryRange]:
-        """`layout.chunks` as addresses in this process. Raises HostPoolClosedError, ValueError."""
+        """`layout.chunks` as addresses in this process. Raises SegmentClosedError, ValueError."""
         base = self._segment.data.ctypes.data
         return [MemoryRange(base + start, nbytes) for start, nbytes in self.layout.chunks(max_bytes)]
 
     def seal(self) -> None:
         """Remove the name: rank 0 calls this when every rank has attached. Idempotent.
 
-        From then on the memory is freed with the last process, even after SIGKILL. Raises HostPoolError on
+        From then on the memory is freed with the last process, even after SIGKILL. Raises SegmentError on
         others.
         """
         self._segment.seal()

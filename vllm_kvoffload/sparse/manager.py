@@ -15,10 +15,9 @@ import numpy.typing as npt
 import torch
 
 from vllm_kvoffload import ops
-from vllm_kvoffload.config import SparseOffloadConfig
 from vllm_kvoffload.geometry import KVGeometry
-from vllm_kvoffload.layerwise.prefill_stream import PrefillRequest, PrefillStream
 from vllm_kvoffload.runtime.base import Runtime
+from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.compact import CompactDelivery
 from vllm_kvoffload.sparse.delivery import (
     DecodeParts,
@@ -31,6 +30,7 @@ from vllm_kvoffload.sparse.host_store import HostStore
 from vllm_kvoffload.sparse.hot_pool import GroupPool, HotPool
 from vllm_kvoffload.sparse.offloaded import OffloadedKV
 from vllm_kvoffload.sparse.paged import PagedKV
+from vllm_kvoffload.sparse.prefill_stream import PrefillRequest, PrefillStream
 from vllm_kvoffload.sparse.row_ops import RowOps, Rows, TensorRows
 from vllm_kvoffload.sparse.rows import RowLease, RowTable
 from vllm_kvoffload.sparse.stats import OffloadStats

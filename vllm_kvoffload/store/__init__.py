@@ -18,13 +18,10 @@ from vllm_kvoffload.store.base import (
 )
 from vllm_kvoffload.store.handshake import Handshake, handshake, require_hash_seed
 from vllm_kvoffload.store.keys import KeySpace
-from vllm_kvoffload.store.registry import BACKENDS, OPTIONS, SHARED_BACKENDS, Role, make_store
+from vllm_kvoffload.store.registry import Role, make_store
 from vllm_kvoffload.store.spans import DeviceCopies
 
 __all__ = [
-    "BACKENDS",
-    "OPTIONS",
-    "SHARED_BACKENDS",
     "CopySpans",
     "DeviceCopies",
     "Direction",

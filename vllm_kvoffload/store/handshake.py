@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm_kvoffload.config import ConfigError
+from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.store.base import CopySpans, Store, StoreError, StoreMismatchError, WriteObject
 from vllm_kvoffload.store.keys import VERSION, KeySpace
 from vllm_kvoffload.transfer.base import Region

@@ -56,7 +56,7 @@ class LocalStore:
         devices: copies to and from memory of devices; None for a client that has host memory only.
 
     Raises:
-        StoreError: the instance has an owner already. HostPoolMemoryError: the memory is not there.
+        StoreError: the instance has an owner already. SegmentMemoryError: the memory is not there.
     """
 
     name = "local"

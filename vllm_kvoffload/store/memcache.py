@@ -18,8 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_kvoffload.config import ConfigError
 from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.store.base import (
     CopySpans,
     Direction,

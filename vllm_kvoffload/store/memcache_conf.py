@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_kvoffload.config import ConfigError
+from vllm_kvoffload.settings.errors import ConfigError
 
 META_FILE, LOCAL_FILE = "mmc-meta.conf", "mmc-local.conf"
 META_VARIABLE, LOCAL_VARIABLE = "MMC_META_CONFIG_PATH", "MMC_LOCAL_CONFIG_PATH"

@@ -1,32 +1,23 @@
-"""Which stores there are, by the name that `backend` gives, and their options."""
+"""Which stores there are, by the name that `backend` gives."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from vllm_kvoffload.config import GIB, ConfigError
-from vllm_kvoffload.sparse.segment import HostPoolMemoryError
+from vllm_kvoffload.memory.segment import SegmentMemoryError
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.store import BACKENDS
+from vllm_kvoffload.settings.values import GIB
 from vllm_kvoffload.store.base import Store
 from vllm_kvoffload.store.spans import DeviceCopies
-
-BACKENDS = ("local", "memcache")
-SHARED_BACKENDS = ("memcache",)
-"""Those that several engines share: block hashes of different processes must agree there."""
-
-OPTIONS = ("local_dram_size_GB",)
-"""Keys of `kv_connector_extra_config` that are the stores'."""
-
-DEFAULT_LOCAL_GB = 4.0
 
 Role = Literal["owner", "rank", "scheduler"]
 
 
 def make_store(
     backend: str,
-    options: Mapping[str, object],
     *,
+    local_bytes: int,
     role: Role,
     instance: str,
     device_id: int = 0,
@@ -35,8 +26,7 @@ def make_store(
     """A new client; its backend's package is imported only now.
 
     Args:
-        backend: one of BACKENDS. options: `kv_connector_extra_config`; keys that are not in OPTIONS are left
-            alone.
+        backend: one of BACKENDS. local_bytes: size of the `local` backend's pool.
         role: "owner" for tensor parallel rank 0 (with `local` it holds the pool and must be made before the
             others can do anything), "rank" for the other ranks, "scheduler" for a client that never copies.
         instance: one name per engine and data parallel rank. device_id: accelerator of this process.
@@ -50,14 +40,13 @@ def make_store(
     if backend == "local":
         from vllm_kvoffload.store.local import LocalStore
 
-        size_gb = _local_gb(options)
         if role != "owner":
             return LocalStore(instance, maps=role == "rank", devices=devices)
         try:
-            return LocalStore(instance, int(size_gb * GIB), devices=devices)
-        except HostPoolMemoryError as error:
+            return LocalStore(instance, local_bytes, devices=devices)
+        except SegmentMemoryError as error:
             fix = "make it smaller, or free memory"
-            raise ConfigError("local_dram_size_GB", size_gb, str(error), fix) from error
+            raise ConfigError("local_dram_size_GB", local_bytes / GIB, str(error), fix) from error
     if backend == "memcache":
         from vllm_kvoffload.store.memcache import MemcacheStore
 
@@ -65,15 +54,3 @@ def make_store(
     raise ConfigError(
         "backend", backend, f"must be one of {', '.join(BACKENDS)}", 'use "local" or "memcache"'
     )
-
-
-def _local_gb(options: Mapping[str, object]) -> float:
-    value: Any = options.get("local_dram_size_GB", DEFAULT_LOCAL_GB)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or value <= 0
-    ):
-        raise ConfigError("local_dram_size_GB", value, "must be a number above 0", "write GiB without quotes")
-    return float(value)

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm_kvoffload.sparse.segment import HostPoolError, SharedSegment, start_ticks
+from vllm_kvoffload.memory.segment import SegmentError, SharedSegment, start_ticks
 from vllm_kvoffload.store.base import StoreError, StoreUnavailableError
 from vllm_kvoffload.store.service import DESCRIPTION, IndexService
 from vllm_kvoffload.store.wire import (
@@ -71,7 +71,7 @@ class DirectIndex:
     def memory(self) -> npt.NDArray[np.uint8]:
         try:
             return self._service.memory
-        except HostPoolError as error:
+        except SegmentError as error:
             raise StoreUnavailableError(f"local store: {error}") from error
 
     def close(self, *, quiet: bool) -> None:
@@ -165,7 +165,7 @@ class RemoteIndex:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._greet(connection, deadline)
-        except (OSError, StoreError, HostPoolError, msgspec.MsgspecError) as error:
+        except (OSError, StoreError, SegmentError, msgspec.MsgspecError) as error:
             connection.close()
             raise self._disconnect(str(error)) from error
         self._connection = connection

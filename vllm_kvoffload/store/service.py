@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_kvoffload.log import get_logger
-from vllm_kvoffload.sparse.segment import SharedSegment, start_ticks
+from vllm_kvoffload.memory.segment import SharedSegment, start_ticks
 from vllm_kvoffload.store.base import StoreError, WriteRefusal
 from vllm_kvoffload.store.index import Grant, IndexStats, ObjectIndex
 from vllm_kvoffload.store.wire import (
@@ -62,7 +62,7 @@ class IndexService:
         clock: seconds of the machine's monotonic clock; other processes compare deadlines with theirs.
 
     Raises:
-        HostPoolMemoryError: the memory is not there.
+        SegmentMemoryError: the memory is not there.
     """
 
     def __init__(

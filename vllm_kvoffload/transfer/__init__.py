@@ -14,11 +14,10 @@ from vllm_kvoffload.transfer.base import (
     TransferError,
     TransferUnavailableError,
 )
-from vllm_kvoffload.transfer.registry import ENGINES, make_engine
+from vllm_kvoffload.transfer.registry import make_engine
 from vllm_kvoffload.transfer.spans import RegionTable, Spans, coalesce
 
 __all__ = [
-    "ENGINES",
     "PeerHandle",
     "ReadHandle",
     "ReadStatus",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from vllm_kvoffload.settings.remote_d2h import TRANSFER_BACKENDS
 from vllm_kvoffload.transfer.base import TransferEngine, TransferUnavailableError
 
-ENGINES = ("memfabric", "nixl")
 Role = Literal["prefill", "decode"]
 
 
@@ -14,7 +14,7 @@ def make_engine(name: str, *, role: Role, host: str, device_id: int) -> Transfer
     """A new engine; its package is imported only now.
 
     Args:
-        name: one of ENGINES. role: of this process. host: this machine's address as peers see it.
+        name: one of TRANSFER_BACKENDS. role: of this process. host: this machine's address as peers see it.
         device_id: accelerator of this process.
 
     Raises:
@@ -28,4 +28,4 @@ def make_engine(name: str, *, role: Role, host: str, device_id: int) -> Transfer
         from vllm_kvoffload.transfer.memfabric import MemfabricEngine
 
         return MemfabricEngine(role=role, host=host, device_id=device_id)
-    raise TransferUnavailableError(f"transfer engine {name!r} is none of {', '.join(ENGINES)}")
+    raise TransferUnavailableError(f"transfer engine {name!r} is none of {', '.join(TRANSFER_BACKENDS)}")

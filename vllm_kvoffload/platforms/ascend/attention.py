@@ -24,8 +24,8 @@ from vllm_ascend.attention.sfa_v1 import (
 )
 from vllm_ascend.device.device_op import DeviceOperator
 
+from vllm_kvoffload.engine import EngineOptions
 from vllm_kvoffload.platforms.ascend.rows import SplitRows
-from vllm_kvoffload.platforms.engine import offload_config
 from vllm_kvoffload.sparse.step import AttendPart, LayerKV, StepBatch
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class KVOffloadSFAImpl(AscendSFAImpl):
     layer_index: int = -1
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        if offload_config(self.vllm_config) is not None:
+        if EngineOptions.of(self.vllm_config, "npu").offload.enabled:
             # Both write new rows into a paged main cache, which there is none of, and drop the weights that
             # the unfused way needs.
             self.enable_mlapo = False

@@ -13,19 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_kvoffload.connectors.ascend_store.config import CONNECTOR as STORE
-from vllm_kvoffload.connectors.ascend_store.config import MULTI_CONNECTORS
-from vllm_kvoffload.plugin import CONNECTORS as ALL_CONNECTORS
-
-MODULE_PATH = "kv_connector_module_path"
-MODULES = {
-    **{name: module for name, (module, _) in ALL_CONNECTORS.items()},
-    "MultiConnector": ALL_CONNECTORS["KVOffloadMultiConnector"][0],
-}
-"""Names, and the module in which a class of ours has that name."""
-
-SHARED_NAMES = (STORE, "MultiConnector")
-"""Those that vllm-ascend has classes of, too."""
+from vllm_kvoffload.settings.connectors import EXTRA, MODULE_PATH, MODULES, STORE
 
 ONLY_OURS = ("layerwise_num_shared_buffers", "layerwise_independent_layers", "local_dram_size_GB")
 
@@ -47,24 +35,9 @@ def _wanted(name: str | None, extra: Mapping[str, Any]) -> bool:
     if name == STORE:
         return any(key in extra for key in ONLY_OURS) or str(extra.get("backend")).lower() == "local"
     if name == "MultiConnector":
-        return any(_is_ours(part) for part in _parts(extra) if part.get("kv_connector") == STORE)
+        stores = [part for part in _parts(extra) if part.get("kv_connector") == STORE]
+        return any(part.get(MODULE_PATH) == MODULES[STORE] for part in stores)
     return name in MODULES
-
-
-def uses(transfer: Any, name: str) -> bool:
-    """Whether the connector of that name is ours, alone or within a MultiConnector. After `name_modules`."""
-    if transfer is None:
-        return False
-    if transfer.kv_connector in MULTI_CONNECTORS:
-        parts = _parts(transfer.kv_connector_extra_config or {})
-        return any(part.get("kv_connector") == name and _is_ours(part) for part in parts)
-    whole = {"kv_connector": transfer.kv_connector, MODULE_PATH: transfer.kv_connector_module_path}
-    return bool(transfer.kv_connector == name and _is_ours(whole))
-
-
-def _is_ours(part: Mapping[str, Any]) -> bool:
-    name = part.get("kv_connector")
-    return name in MODULES and (name not in SHARED_NAMES or part.get(MODULE_PATH) == MODULES[name])
 
 
 def _parts(extra: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -73,5 +46,5 @@ def _parts(extra: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _options(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    options = part.get("kv_connector_extra_config")
+    options = part.get(EXTRA)
     return options if isinstance(options, Mapping) else {}

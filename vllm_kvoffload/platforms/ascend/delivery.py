@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from vllm_kvoffload import ops
-from vllm_kvoffload.config import ConfigError, SparseOffloadConfig
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.platforms.ascend.kernels import (
     KERNELS_ENV,
@@ -24,6 +23,8 @@ from vllm_kvoffload.platforms.ascend.kernels import (
 )
 from vllm_kvoffload.platforms.ascend.rows import SplitRows
 from vllm_kvoffload.runtime.npu import NpuRuntime
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.delivery import DecodeParts, Delivered, Delivery, DevicePlanning
 from vllm_kvoffload.sparse.hot_pool import GroupPool
 from vllm_kvoffload.sparse.step_state import StepState

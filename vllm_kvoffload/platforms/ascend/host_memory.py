@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_kvoffload.config import GIB
 from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.memory.segment import align_up
 from vllm_kvoffload.platforms.ascend.rows import SplitRows
 from vllm_kvoffload.platforms.parts import RankGroup
+from vllm_kvoffload.settings.values import GIB
 from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
-from vllm_kvoffload.sparse.segment import align_up
 
 logger = get_logger(__name__)
 

@@ -17,9 +17,9 @@ import torch
 from torch.nn.functional import pad
 
 from vllm_kvoffload import ops
-from vllm_kvoffload.config import ConfigError
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, Scatter, SplitRows, check_range
 from vllm_kvoffload.runtime.base import Event
+from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.sparse.stats import OffloadStats
 from vllm_kvoffload.sparse.step_state import StepState
 

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed import get_tp_group
 
-from vllm_kvoffload.config import ConfigError, SparseOffloadConfig
+from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import OFFLOAD, StatsChannel
-from vllm_kvoffload.platforms.ascend.checks import ascend_geometry
 from vllm_kvoffload.platforms.ascend.delivery import device_planning
 from vllm_kvoffload.platforms.ascend.graphs import DecodeGraphs, decode_graphs
 from vllm_kvoffload.platforms.ascend.host_memory import (
@@ -24,9 +23,11 @@ from vllm_kvoffload.platforms.ascend.host_memory import (
 )
 from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, KernelRows, load_kernels
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows
-from vllm_kvoffload.platforms.engine import prefill_buffers
-from vllm_kvoffload.platforms.parts import RankGroup, WorkerOffload, open_recorder, open_segment, rank_barrier
+from vllm_kvoffload.platforms.parts import RankGroup, WorkerOffload, open_recorder, open_segment
 from vllm_kvoffload.runtime.npu import NpuRuntime
+from vllm_kvoffload.runtime.ranks import rank_barrier
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.host_pool import HostPoolLayout
 from vllm_kvoffload.sparse.manager import SparseKVManager
 
@@ -45,6 +46,7 @@ class AscendOffload(WorkerOffload):
     """One worker's offload: everything it owns is freed by :meth:`close`.
 
     Args:
+        settings: what the engine runs with, the offload switched on.
         num_blocks: KV blocks the scheduler hands out. device: this worker's NPU.
         req_ids: says the batch's request ids, in its order.
         npu: torch.npu; scatter: torch_npu.npu_scatter_nd_update_.
@@ -61,14 +63,15 @@ class AscendOffload(WorkerOffload):
     def __init__(
         self,
         vllm_config: VllmConfig,
-        config: SparseOffloadConfig,
+        settings: EngineSettings,
         num_blocks: int,
         device: torch.device,
         req_ids: Callable[[], Sequence[str]],
         npu: Any,
         scatter: Any,
     ) -> None:
-        self.geometry = geometry = ascend_geometry(vllm_config)
+        self.geometry = geometry = settings.model
+        config, block_size = settings.offload, settings.facts.block_size
         group = get_tp_group()
         barrier = rank_barrier(group.cpu_group) if group.world_size > 1 else None
         self._req_ids = req_ids
@@ -78,7 +81,6 @@ class AscendOffload(WorkerOffload):
         dtype = vllm_config.model_config.dtype
         assert isinstance(dtype, torch.dtype)
         self._dtype = dtype
-        block_size = vllm_config.cache_config.block_size
         components = tuple((c.name, c.row_bytes) for c in geometry.main_components)
         layout = HostPoolLayout(geometry.num_layers, num_blocks, block_size, components)
         self._memory, row_ops, kernels = open_parts(
@@ -93,16 +95,16 @@ class AscendOffload(WorkerOffload):
         )
         self._recorder = open_recorder(vllm_config, config, geometry) if group.rank_in_group == 0 else None
         self._runtime = NpuRuntime(npu, device.index or 0)
-        max_model_len = vllm_config.model_config.max_model_len
+        max_model_len = settings.max_model_len
         planning = None
         if kernels is not None:
             planning = device_planning(kernels, device, geometry, config, -(-max_model_len // block_size))
         self.manager = SparseKVManager(
             geometry,
             config,
-            max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+            max_num_seqs=settings.facts.max_num_seqs,
             max_model_len=max_model_len,
-            prefill_buffers=prefill_buffers(config),
+            prefill_buffers=settings.prefill_buffers,
             host_layers=list(self._memory.layers),
             block_size=block_size,
             runtime=self._runtime,

@@ -9,18 +9,12 @@ from typing import Any
 from vllm.config import get_current_vllm_config_or_none
 from vllm_ascend.platform import NPUPlatform
 
-from vllm_kvoffload.config import SECTION, ConfigError
-from vllm_kvoffload.platforms.ascend.checks import (
-    ascend_geometry,
-    check_ascend,
-    may_share_buffers,
-    shared_plan,
-    uses_our_connector,
-    uses_our_store,
-)
+from vllm_kvoffload.engine import EngineOptions
+from vllm_kvoffload.platforms.ascend.checks import check_ascend
 from vllm_kvoffload.platforms.ascend.connectors import name_modules
-from vllm_kvoffload.platforms.engine import offload_config
 from vllm_kvoffload.platforms.refusal import refuse
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.offload import SECTION
 
 UPSTREAM_WORKER = "vllm_ascend.worker.worker.NPUWorker"
 WORKER = "vllm_kvoffload.platforms.ascend.worker.KVOffloadNPUWorker"
@@ -50,9 +44,8 @@ class KVOffloadNPUPlatform(NPUPlatform):
 
     @classmethod
     def _check(cls, vllm_config: Any) -> None:
-        index_topk = getattr(vllm_config.model_config.hf_text_config, "index_topk", None)
-        config = check_ascend(vllm_config, index_topk)
-        if not config.enabled and not uses_our_connector(vllm_config):
+        settings = check_ascend(vllm_config)
+        if not settings.offload.enabled and not settings.uses_our_connector:
             return
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == UPSTREAM_WORKER:
@@ -60,17 +53,13 @@ class KVOffloadNPUPlatform(NPUPlatform):
         elif parallel.worker_cls != WORKER:
             rule = f"{SECTION} and its connector need a worker of their own"
             raise ConfigError("worker_cls", parallel.worker_cls, rule, "leave --worker-cls out")
-        if uses_our_store(vllm_config):
-            from vllm_kvoffload.connectors.ascend_store.planning import use_scheduler
-
-            use_scheduler(vllm_config)
-        if shared_plan(vllm_config) is not None:
+        settings.choose_scheduler(vllm_config)
+        if settings.shared_buffers is not None:
             # A block's KV outlives its step in the store only, where prefixes are found.
             vllm_config.cache_config.enable_prefix_caching = False
-        if index_topk is not None:
+        if settings.geometry is not None:
             # In the one spelling that vLLM's model code reads.
-            pattern = ascend_geometry(vllm_config).index_topk_pattern
-            vllm_config.model_config.hf_text_config.index_topk_pattern = pattern
+            vllm_config.model_config.hf_text_config.index_topk_pattern = settings.geometry.index_topk_pattern
 
     @classmethod
     def get_attn_backend_cls(
@@ -81,6 +70,9 @@ class KVOffloadNPUPlatform(NPUPlatform):
         sparse = attn_selector_config.use_mla and attn_selector_config.use_sparse
         if not sparse or vllm_config is None:
             return path
-        if offload_config(vllm_config) is not None:
+        options = EngineOptions.of(vllm_config, "npu")
+        if options.offload.enabled:
             return SPARSE_BACKEND
-        return PREFILL_BACKEND if may_share_buffers(vllm_config) else path
+        # Not the buffer plan: a draft model's config has no geometry.
+        store = options.store
+        return PREFILL_BACKEND if store is not None and store.buffers.independent != "all" else path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.worker.utils import bind_kv_cache
 from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
-from vllm_kvoffload.config import ConfigError, SparseOffloadConfig
+from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.layerwise.buffer_plan import BufferPlan
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.platforms.ascend.attention import KVOffloadSFAImpl
@@ -25,12 +26,11 @@ from vllm_kvoffload.platforms.ascend.caches import (
     indexer_layouts,
     layer_caches,
 )
-from vllm_kvoffload.platforms.ascend.checks import ascend_geometry, shared_plan, uses_our_connector
 from vllm_kvoffload.platforms.ascend.offload import AscendOffload
 from vllm_kvoffload.platforms.ascend.shared_caches import shared_caches
-from vllm_kvoffload.platforms.engine import offload_config
 from vllm_kvoffload.platforms.parts import add_late_losses
 from vllm_kvoffload.platforms.refusal import refuse
+from vllm_kvoffload.settings.errors import ConfigError
 
 logger = get_logger(__name__)
 
@@ -42,16 +42,20 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
 
     offload: AscendOffload | None = None
 
+    @cached_property
+    def settings(self) -> EngineSettings:
+        """What the engine runs with. Upstream's worker makes the runner, so that it can't be passed."""
+        return EngineSettings.of(self.vllm_config, "npu")
+
     def initialize_kv_cache_tensors(self, kv_cache_config: Any) -> dict[str, Any]:
         """Allocates and binds the caches; returns them as connectors register them."""
-        config = offload_config(self.vllm_config)
-        if config is not None:
-            return connector_entries(self._initialize_offload(config, kv_cache_config))
-        plan = shared_plan(self.vllm_config)
+        if self.settings.offload.enabled:
+            return connector_entries(self._initialize_offload(kv_cache_config))
+        plan = self.settings.shared_buffers
         if plan is not None:
             return connector_entries(self._initialize_shared(plan, kv_cache_config))
         caches: dict[str, Any] = super().initialize_kv_cache_tensors(kv_cache_config)
-        if uses_our_connector(self.vllm_config):
+        if self.settings.uses_our_connector:
             return dict(connector_entries(layer_caches(caches)))
         return caches
 
@@ -78,12 +82,12 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
         """Latent and rope cache, [num_blocks, block_size, 1, D] each."""
         dtype, block_size = self.model_config.dtype, self.cache_config.block_size
         parts = []
-        for component in ascend_geometry(self.vllm_config).main_components:
+        for component in self.settings.model.main_components:
             raw = self._allocate_int8_cache_tensor(num_blocks * block_size * component.row_bytes, ALIGNMENT)
             parts.append(raw.view(dtype).view(num_blocks, block_size, 1, -1))
         return tuple(parts)
 
-    def _initialize_offload(self, config: SparseOffloadConfig, kv_cache_config: Any) -> dict[str, LayerCache]:
+    def _initialize_offload(self, kv_cache_config: Any) -> dict[str, LayerCache]:
         if len(kv_cache_config.kv_cache_groups) != 1:
             rule = "a hybrid KV cache is not supported by the offload"
             groups = f"{len(kv_cache_config.kv_cache_groups)} groups"
@@ -91,7 +95,7 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
         try:
             self.offload = offload = AscendOffload(
                 self.vllm_config,
-                config,
+                self.settings,
                 kv_cache_config.num_blocks,
                 self.device,
                 lambda: self.input_batch.req_ids,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import Any, Literal
 
-from vllm_kvoffload.config import ConfigError
 from vllm_kvoffload.platforms.refusal import refuse
+from vllm_kvoffload.settings.errors import ConfigError
 
 DISTRIBUTION = "vllm-ascend"
 OLDEST, TOO_NEW = (0, 23, 0), (0, 24)

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.distributed import get_tp_group
 
-from vllm_kvoffload.config import SparseOffloadConfig
+from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.metrics import OFFLOAD, StatsChannel
-from vllm_kvoffload.platforms.cpu.platform import model_geometry
-from vllm_kvoffload.platforms.engine import prefill_buffers
-from vllm_kvoffload.platforms.parts import WorkerOffload, open_recorder, open_segment, rank_barrier
+from vllm_kvoffload.platforms.parts import WorkerOffload, open_recorder, open_segment
 from vllm_kvoffload.runtime.cpu import CpuRuntime
+from vllm_kvoffload.runtime.ranks import rank_barrier
 from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
 from vllm_kvoffload.sparse.manager import SparseKVManager
 
@@ -25,13 +24,12 @@ class CPUOffload(WorkerOffload):
 
     Args:
         vllm_config: the engine's configuration.
-        config: its offload options.
+        settings: what the engine runs with, the offload switched on.
         num_blocks: KV blocks the scheduler hands out.
     """
 
-    def __init__(self, vllm_config: VllmConfig, config: SparseOffloadConfig, num_blocks: int) -> None:
-        geometry = model_geometry(vllm_config)
-        block_size = vllm_config.cache_config.block_size
+    def __init__(self, vllm_config: VllmConfig, settings: EngineSettings, num_blocks: int) -> None:
+        geometry, config, block_size = settings.model, settings.offload, settings.facts.block_size
         group = get_tp_group()
         self.keep_device = config.keep_device_kv_cache
         self._recorder = open_recorder(vllm_config, config, geometry) if group.rank_in_group == 0 else None
@@ -43,9 +41,9 @@ class CPUOffload(WorkerOffload):
         self.manager = SparseKVManager(
             geometry,
             config,
-            max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-            max_model_len=vllm_config.model_config.max_model_len,
-            prefill_buffers=prefill_buffers(config),
+            max_num_seqs=settings.facts.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            prefill_buffers=settings.prefill_buffers,
             host_layers=[self._host_layer(layer) for layer in range(geometry.num_layers)],
             runtime=self._runtime,
             writer=group.rank_in_group == 0,

@@ -12,13 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms.cpu import CpuPlatform
 
-from vllm_kvoffload.config import GIB, SECTION, ConfigError, SparseOffloadConfig, validate_sparse_offload
-from vllm_kvoffload.geometry import KVGeometry
-from vllm_kvoffload.platforms import engine
+from vllm_kvoffload.engine import EngineSettings
+from vllm_kvoffload.memory.limits import memory_limits, ram_limits
+from vllm_kvoffload.memory.segment import SHM_DIR
 from vllm_kvoffload.platforms.refusal import refuse
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.offload import (
+    SECTION,
+    SparseOffloadConfig,
+    validate_partners,
+    validate_sparse_offload,
+)
+from vllm_kvoffload.settings.remote_d2h import validate_remote_d2h
+from vllm_kvoffload.settings.values import GIB
 from vllm_kvoffload.sparse.capacity import CapacityPlan
-from vllm_kvoffload.sparse.machine_memory import memory_limits, ram_limits
-from vllm_kvoffload.sparse.segment import SHM_DIR
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,7 +63,7 @@ class KVOffloadCpuPlatform(CpuPlatform):
         index_topk = getattr(model_config.hf_text_config, "index_topk", None) if model_config else None
         if index_topk is None:
             if model_config is not None:
-                check_offload(vllm_config, None)
+                check_engine(vllm_config)
             super().check_and_update_config(vllm_config)
             return
         # vLLM's dense CPU MLA kernel forces its block size and refuses chunked prefill and prefix
@@ -68,74 +75,53 @@ class KVOffloadCpuPlatform(CpuPlatform):
             vllm_config.parallel_config.worker_cls = WORKER
         super().check_and_update_config(vllm_config)
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chosen
-        cache.enable_prefix_caching = prefix_caching and not shares_buffers(vllm_config)
         cache.block_size = block_size if cache.user_specified_block_size else 64
-        check_offload(vllm_config, index_topk)
-        share_index(vllm_config)
+        settings = check_engine(vllm_config)
+        # Where layers share memory a block's KV outlives a step in the store only, where prefixes are found.
+        cache.enable_prefix_caching = prefix_caching and settings.shared_buffers is None
+        settings.choose_scheduler(vllm_config)
+        # In the one spelling that vLLM's model code reads.
+        model_config.hf_text_config.index_topk_pattern = settings.model.index_topk_pattern
         # vLLM's CPU rotary kernel is wrong for 3-D queries with several heads; the native one isn't.
         custom_ops = vllm_config.compilation_config.custom_ops
         if "-rotary_embedding" not in custom_ops:
             custom_ops.append("-rotary_embedding")
 
 
-def shares_buffers(vllm_config: VllmConfig) -> bool:
-    """Whether layers share KV memory: then a block's KV outlives a step in the store only, and a prefix is
-    found there and not in vLLM's own cache."""
-    from vllm_kvoffload.connectors.ascend_store.planning import buffer_plan
-
-    try:
-        plan = buffer_plan(vllm_config)
-    except ConfigError as error:
-        refuse(error)
-    return plan is not None and plan.has_reuse
-
-
-def check_store(vllm_config: VllmConfig, index_topk: int | None) -> None:
-    """Refuses a configuration of the store connector that can't work, and gives others their scheduler.
-
-    Raises ConfigError.
-    """
-    from vllm_kvoffload.connectors.ascend_store.planning import refuse_unless_possible, use_scheduler
-
-    refuse_unless_possible(vllm_config, index_topk)
-    use_scheduler(vllm_config)
-
-
-def share_index(vllm_config: VllmConfig) -> None:
-    """Resolves which layers have an indexer, and says it to vLLM in the one spelling it reads."""
-    geometry = model_geometry(vllm_config)
-    vllm_config.model_config.hf_text_config.index_topk_pattern = geometry.index_topk_pattern
-
-
-def model_geometry(vllm_config: VllmConfig) -> KVGeometry:
-    """Geometry of the served model in this platform's cache layout."""
-    return engine.model_geometry(vllm_config, "cpu")
-
-
-def check_offload(vllm_config: VllmConfig, index_topk: int | None) -> None:
-    """Refuses an offload configuration that can't work, before any process or memory is created.
+def check_engine(vllm_config: VllmConfig) -> EngineSettings:
+    """The engine's settings. Refuses those that can't work, before any process or memory is created.
 
     Raises:
         StartupRefusedError: one line with key, value, rule and fix.
     """
     try:
-        config = engine.offload_options(vllm_config)
-        validate_sparse_offload(config, engine.engine_facts(vllm_config, index_topk))
-        engine.check_connector(vllm_config, index_topk, config, "cpu")
-        check_store(vllm_config, index_topk)
-        if config.enabled:
-            engine.check_partners(vllm_config)
-        device_bytes = vllm_config.cache_config.kv_cache_memory_bytes
-        if config.enabled:
-            if device_bytes is None:
-                rule = "must be set with the offload on CPU, where host pool and device KV share one memory"
-                raise ConfigError("kv_cache_memory_bytes", None, rule, "pass --kv-cache-memory-bytes")
-            plan = engine.capacity_of(vllm_config, model_geometry(vllm_config), config, device_bytes)
-            if memory_is_still_free():
-                check_machine_memory(plan)
-                check_trace_path(config)
+        settings = EngineSettings.of(vllm_config, "cpu")
+        validate_sparse_offload(settings.offload, settings.facts)
+        if settings.remote is not None:
+            validate_remote_d2h(settings.remote, settings.offload, settings.facts)
+        if settings.store is not None:
+            # Only here: it imports parts of vLLM that need the platform.
+            from vllm_kvoffload.connectors.ascend_store import planning
+
+            planning.check_engine(vllm_config, settings)
+        if settings.offload.enabled:
+            validate_partners(settings.facts)
+            check_offload_memory(vllm_config, settings)
     except ConfigError as error:
         refuse(error)
+    return settings
+
+
+def check_offload_memory(vllm_config: VllmConfig, settings: EngineSettings) -> None:
+    """Refuses an offload whose pools don't fit. Raises ConfigError."""
+    device_bytes = vllm_config.cache_config.kv_cache_memory_bytes
+    if device_bytes is None:
+        rule = "must be set with the offload on CPU, where host pool and device KV share one memory"
+        raise ConfigError("kv_cache_memory_bytes", None, rule, "pass --kv-cache-memory-bytes")
+    plan = settings.capacity(device_bytes)
+    if memory_is_still_free():
+        check_machine_memory(plan)
+        check_trace_path(settings.offload)
 
 
 _CHECKS = count()

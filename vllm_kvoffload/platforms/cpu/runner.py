@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from vllm.config import CompilationMode
+from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -15,7 +15,7 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.utils import bind_kv_cache, clear_layer_kv_caches
 
-from vllm_kvoffload.connectors.ascend_store.planning import buffer_plan
+from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.layerwise.buffer_plan import BufferPlan
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.platforms.cpu.attention import CPUSparseMLAImpl
@@ -24,7 +24,6 @@ from vllm_kvoffload.platforms.cpu.indexer import CPUIndexerCache
 from vllm_kvoffload.platforms.cpu.layer_loads import AwaitedKV
 from vllm_kvoffload.platforms.cpu.metadata import SparseMetadata
 from vllm_kvoffload.platforms.cpu.offload import CPUOffload
-from vllm_kvoffload.platforms.engine import offload_config
 from vllm_kvoffload.platforms.parts import add_late_losses
 from vllm_kvoffload.sparse.paged import PagedKV
 from vllm_kvoffload.sparse.step import StepBatch
@@ -41,8 +40,9 @@ class KVOffloadCPUModelRunner(CPUModelRunner):
 
     offload: CPUOffload | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, settings: EngineSettings) -> None:
+        super().__init__(vllm_config, device)
+        self.settings = settings
         self._proposer: KVOffloadProposer | None = None
         if isinstance(getattr(self, "drafter", None), EagleProposer):
             self.drafter = self._proposer = KVOffloadProposer(self.vllm_config, self.device, self)
@@ -60,9 +60,9 @@ class KVOffloadCPUModelRunner(CPUModelRunner):
         kernel_block_sizes: list[int],
         kv_cache_allocation_context: AbstractContextManager[None] | None = None,
     ) -> dict[str, torch.Tensor]:
-        config, plan = offload_config(self.vllm_config), buffer_plan(self.vllm_config)
-        if config is None:
-            if plan is not None and plan.has_reuse:
+        plan = self.settings.shared_buffers
+        if not self.settings.offload.enabled:
+            if plan is not None:
                 with kv_cache_allocation_context or nullcontext():
                     caches = self._initialize_shared(plan, kv_cache_config)
             else:
@@ -74,7 +74,7 @@ class KVOffloadCPUModelRunner(CPUModelRunner):
             return caches
         with kv_cache_allocation_context or nullcontext():
             return self._initialize_offload(
-                CPUOffload(self.vllm_config, config, kv_cache_config.num_blocks), kv_cache_config
+                CPUOffload(self.vllm_config, self.settings, kv_cache_config.num_blocks), kv_cache_config
             )
 
     def _initialize_shared(self, plan: BufferPlan, kv_cache_config: KVCacheConfig) -> dict[str, torch.Tensor]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_kvoffload.connectors.ascend_store.planning import buffer_plan, num_blocks
+from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.log import get_logger
-from vllm_kvoffload.platforms.cpu.platform import model_geometry
 from vllm_kvoffload.platforms.cpu.runner import KVOffloadCPUModelRunner
-from vllm_kvoffload.platforms.engine import capacity_of, offload_config
 from vllm_kvoffload.platforms.parts import log_capacity
 
 logger = get_logger(__name__)
@@ -25,23 +23,23 @@ class KVOffloadCPUWorker(CPUWorker):
     """
 
     def init_device(self) -> None:
+        self.settings = EngineSettings.of(self.vllm_config, "cpu")
         super().init_device()  # type: ignore[no-untyped-call]
         if self.use_v2_model_runner:
             raise NotImplementedError("vllm-kvoffload needs Model Runner V1: unset VLLM_USE_V2_MODEL_RUNNER")
         if self.rank == 0:
-            logger.info("%s", model_geometry(self.vllm_config).describe())
+            logger.info("%s", self.settings.model.describe())
         # vLLM's worker has no hook for the class, so its own runner, still without a model, is replaced.
-        self.model_runner = KVOffloadCPUModelRunner(self.vllm_config, torch.device("cpu"))
+        self.model_runner = KVOffloadCPUModelRunner(self.vllm_config, torch.device("cpu"), self.settings)
 
     def determine_available_memory(self) -> int:
         device_bytes: int = super().determine_available_memory()
-        plan = buffer_plan(self.vllm_config)
-        if plan is not None and plan.has_reuse:
-            block_size = self.vllm_config.cache_config.block_size
-            return num_blocks(self.vllm_config, plan, device_bytes) * plan.logical_bytes * block_size
-        config = offload_config(self.vllm_config)
-        if config is None:
+        settings = self.settings
+        shared = settings.shared_buffers
+        if shared is not None:
+            return settings.shared_buffer_blocks(device_bytes) * settings.store_object_bytes()
+        if not settings.offload.enabled:
             return device_bytes
-        capacity = capacity_of(self.vllm_config, model_geometry(self.vllm_config), config, device_bytes)
+        capacity = settings.capacity(device_bytes)
         log_capacity(capacity)
         return capacity.logical_bytes

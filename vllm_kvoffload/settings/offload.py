@@ -1,4 +1,4 @@
-"""Every user-facing key of this package, typed, and validated in one place.
+"""Options of the sparse decode offload: `sparse_kv_offload_config` of `--additional-config`.
 
 Two stages. `parse_sparse_offload` looks at the JSON alone: types, ranges, misspelt keys.
 `validate_sparse_offload` judges the result against what vLLM knows about the model and the engine. Neither
@@ -8,36 +8,31 @@ imports torch or vLLM, so the platform, the CLI and the tests all apply the very
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from vllm_kvoffload.settings.connectors import REMOTE_D2H
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.values import (
+    GIB,
+    check_bool,
+    check_int,
+    check_new_path,
+    check_one_of,
+    refuse_unknown_keys,
+)
 
 SECTION = "sparse_kv_offload_config"
 """Key of `--additional-config` under which all options of the sparse decode offload stand."""
 
-GIB = 1 << 30
 POLICIES = ("fifo", "clock", "rrip")
 DELIVERIES = ("in_place", "compact")
 WAYS = (16, 32)
+DRAFT_METHODS = ("mtp", "ngram")
+"""Those whose drafts need no KV cache that the offload doesn't know."""
 UNQUANTISED_CACHE_DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
-
-
-class ConfigError(ValueError):
-    """A setting that can't work. `str()` is one line: the key, its value, the rule it breaks and the fix.
-
-    Attributes: key (as the user spells it), value, rule, fix.
-    """
-
-    def __init__(self, key: str, value: object, rule: str, fix: str) -> None:
-        self.key, self.value, self.rule, self.fix = key, value, rule, fix
-        shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
-        stop = "" if rule.endswith("?") else "."
-        super().__init__(" ".join(f"{key}={shown}: {rule}{stop} Fix: {fix}".split()))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Workers send errors pickled; the default would call __init__ with the message alone.
-        return type(self), (self.key, self.value, self.rule, self.fix)
 
 
 @dataclass(frozen=True)
@@ -91,6 +86,8 @@ class EngineFacts:
     kv_role: of the kv-transfer config, None for an engine without one (an aggregated engine).
     kv_cache_dtype: vLLM's `cache_dtype` string.
     num_kv_cache_groups: None while vLLM has not made them yet.
+    draft_method: of the speculative config, None without one. kv_connector: its name, None without one.
+    scheduler_cls: as the user chose it, None for vLLM's own.
     """
 
     index_topk: int | None
@@ -107,6 +104,21 @@ class EngineFacts:
     kv_role: str | None = None
     sleep_mode: bool = False
     num_kv_cache_groups: int | None = None
+    draft_method: str | None = None
+    kv_connector: str | None = None
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enforce_eager: bool = True
+    scheduler_cls: object = None
+
+    @property
+    def layer_and_context_parallelism(self) -> tuple[tuple[str, int], ...]:
+        """Name of the option and size of each kind that divides layers or contexts over ranks."""
+        return (
+            ("pipeline_parallel_size", self.pipeline_parallel_size),
+            ("prefill_context_parallel_size", self.prefill_context_parallel_size),
+            ("decode_context_parallel_size", self.decode_context_parallel_size),
+        )
 
 
 # ------------------------------------------------------------------------------------ stage 1: the JSON alone
@@ -133,9 +145,7 @@ def parse_sparse_offload(additional_config: Mapping[str, object] | None) -> Spar
         raise ConfigError(
             SECTION, section, "must be a JSON object", 'use {"enabled": true, ...}, or leave the key out'
         )
-    for key in section:
-        if key not in _CHECKS:
-            raise _unknown_key(key, section[key])
+    refuse_unknown_keys(SECTION, section, _CHECKS)
     return SparseOffloadConfig(**{key: _CHECKS[key](_name(key), value) for key, value in section.items()})
 
 
@@ -150,43 +160,9 @@ def _refuse_misspelt_section(additional_config: Mapping[str, object]) -> None:
             raise ConfigError(str(key), additional_config[key], rule, f"rename it to {SECTION!r}")
 
 
-def _unknown_key(key: object, value: object) -> ConfigError:
-    known = [field.name for field in fields(SparseOffloadConfig)]
-    close = difflib.get_close_matches(str(key).lower(), [name.lower() for name in known], n=1)
-    match = next((name for name in known if close and name.lower() == close[0]), None)
-    hint = f"; did you mean {match!r}?" if match else ""
-    fix = f"rename it to {match!r}" if match else f"remove it; the keys are {', '.join(known)}"
-    return ConfigError(_name(str(key)), value, f"no such key{hint}", fix)
-
-
-def check_bool(key: str, value: object) -> bool:
-    """The value, if it is a bool. Raises ConfigError naming the key."""
-    # A quoted "false" is truthy in Python: taking it would switch the option on.
-    if not isinstance(value, bool):
-        raise ConfigError(
-            key, value, f"must be true or false, not a {type(value).__name__}", "write true or false"
-        )
-    return value
-
-
-def _int(low: int, high: int | None = None) -> Callable[[str, object], int]:
-    def check(key: str, value: object) -> int:
-        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-        if isinstance(value, bool) or not isinstance(value, int):
-            kind = type(value).__name__
-            fix = f"write a whole number without quotes, {bounds}"
-            raise ConfigError(key, value, f"must be an integer, not a {kind}", fix)
-        if value < low or (high is not None and value > high):
-            nearest = low if high is None or value < low else high
-            raise ConfigError(key, value, f"must be {bounds}", f"set it to {nearest}")
-        return value
-
-    return check
-
-
 def _ways(key: str, value: object) -> int:
     # Two widths only: 16 tags are one cache line, 32 tags two.
-    number = _int(1)(key, value)
+    number = check_int(key, value, 1)
     if number not in WAYS:
         raise ConfigError(
             key, value, "must be 16 or 32", f"set it to {min(WAYS, key=lambda w: abs(w - number))}"
@@ -194,34 +170,16 @@ def _ways(key: str, value: object) -> int:
     return number
 
 
-def _one_of(choices: Sequence[str], default: str) -> Callable[[str, object], str]:
-    def check(key: str, value: object) -> str:
-        if not isinstance(value, str) or value not in choices:
-            close = difflib.get_close_matches(str(value).lower(), choices, n=1) or [default]
-            raise ConfigError(key, value, f"must be one of {', '.join(choices)}", f'set it to "{close[0]}"')
-        return value
-
-    return check
-
-
-def _path(key: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(key, value, "must be a string", 'write a path in quotes, or "" for none')
-    if value and not Path(value).absolute().parent.is_dir():
-        raise ConfigError(key, value, "its directory does not exist", f"create {Path(value).parent}")
-    return value
-
-
 _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "enabled": check_bool,
-    "topk_buffer_size": _int(1),
-    "dram_size_per_dp_GB": _int(1),
+    "topk_buffer_size": partial(check_int, low=1),
+    "dram_size_per_dp_GB": partial(check_int, low=1),
     "keep_device_kv_cache": check_bool,
     "ways": _ways,
-    "policy": _one_of(POLICIES, "rrip"),
-    "delivery": _one_of(DELIVERIES, "in_place"),
-    "prefill_buffers": _int(2, 8),
-    "trace_path": _path,
+    "policy": partial(check_one_of, choices=POLICIES, default="rrip"),
+    "delivery": partial(check_one_of, choices=DELIVERIES, default="in_place"),
+    "prefill_buffers": partial(check_int, low=2, high=8),
+    "trace_path": check_new_path,
 }
 
 
@@ -240,6 +198,18 @@ def validate_sparse_offload(config: SparseOffloadConfig, facts: EngineFacts) -> 
     _check_parallelism(facts)
     _check_engine(facts)
     check_hot_pool(config, facts)
+
+
+def validate_partners(facts: EngineFacts) -> None:
+    """Refuses draft methods and connectors that the enabled offload doesn't know. Raises ConfigError."""
+    if facts.draft_method is not None and facts.draft_method not in DRAFT_METHODS:
+        rule = f"with the offload, drafts come from {' or '.join(DRAFT_METHODS)}"
+        fix = 'use {"method": "mtp", ...}, or leave --speculative-config out'
+        raise ConfigError("speculative_config.method", facts.draft_method, rule, fix)
+    if facts.kv_connector not in (None, REMOTE_D2H):
+        rule = f"with the offload, KV comes by {REMOTE_D2H} only"
+        fix = f"name {REMOTE_D2H}, or leave --kv-transfer-config out"
+        raise ConfigError("kv_transfer_config.kv_connector", facts.kv_connector, rule, fix)
 
 
 def _check_model(facts: EngineFacts) -> None:
@@ -273,11 +243,7 @@ def _check_role(facts: EngineFacts) -> None:
 
 
 def _check_parallelism(facts: EngineFacts) -> None:
-    for option, size in (
-        ("pipeline_parallel_size", facts.pipeline_parallel_size),
-        ("prefill_context_parallel_size", facts.prefill_context_parallel_size),
-        ("decode_context_parallel_size", facts.decode_context_parallel_size),
-    ):
+    for option, size in facts.layer_and_context_parallelism:
         if size != 1:
             fix = f"set --{option.replace('_', '-')} 1 and use tensor or data parallelism"
             raise ConfigError(option, size, f"must be 1 with {SECTION}", fix)

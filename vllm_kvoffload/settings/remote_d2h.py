@@ -1,4 +1,4 @@
-"""Options of ``SfaRemoteD2HConnector``, checked at start-up. Neither vLLM nor torch is needed here."""
+"""Options of ``SfaRemoteD2HConnector``: `kv_connector_extra_config` of prefill and decode engines."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvoffload.config import ConfigError, check_bool
-from vllm_kvoffload.transfer import ENGINES
+from vllm_kvoffload.settings.connectors import EXTRA, REMOTE_D2H
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.offload import SECTION, EngineFacts, SparseOffloadConfig
+from vllm_kvoffload.settings.values import check_bool
 
-CONNECTOR = "SfaRemoteD2HConnector"
-EXTRA = "kv_connector_extra_config"
+TRANSFER_BACKENDS = ("memfabric", "nixl")
 EXTERNAL_ID_SUFFIX = 9
 """vLLM appends "-" and 8 random characters to the id that the front end and the proxy know."""
 
@@ -103,8 +104,10 @@ def _backend(value: object, device: str) -> str:
     key, expected = f"{EXTRA}.transfer_backend", "memfabric" if device == "npu" else "nixl"
     if value is None:
         raise ConfigError(key, None, "required on both sides", f'set it to "{expected}"')
-    if value not in ENGINES:
-        raise ConfigError(key, value, f"must be one of {', '.join(ENGINES)}", f'set it to "{expected}"')
+    if value not in TRANSFER_BACKENDS:
+        raise ConfigError(
+            key, value, f"must be one of {', '.join(TRANSFER_BACKENDS)}", f'set it to "{expected}"'
+        )
     if value != expected:
         raise ConfigError(key, value, f"does not work on {device}", f'set it to "{expected}"')
     return expected
@@ -134,3 +137,37 @@ def _hosts(extra: Mapping[str, Any]) -> tuple[str, ...]:
 def external_id(req_id: str) -> str:
     """The id that the front end, the proxy and the other engine know."""
     return req_id[:-EXTERNAL_ID_SUFFIX] if len(req_id) > EXTERNAL_ID_SUFFIX else req_id
+
+
+MAX_PORT = 65535
+
+
+def control_port(base: int, dp_rank: int, tp_size: int, tp_rank: int) -> int:
+    """Port on which a decode rank listens."""
+    return base + dp_rank * tp_size + tp_rank
+
+
+def check_ports(base: int, dp_size: int, tp_size: int) -> None:
+    """Raises ConfigError unless all ports of a decode deployment are ports."""
+    last = control_port(base, dp_size - 1, tp_size, tp_size - 1)
+    if not 1 <= base <= last <= MAX_PORT:
+        rule = (
+            f"control ports {base}..{last}, one for each of {dp_size} x {tp_size} ranks, are not in 1..65535"
+        )
+        raise ConfigError("kv_port", base, rule, f"set it to at most {MAX_PORT - dp_size * tp_size + 1}")
+
+
+def validate_remote_d2h(options: RemoteD2HConfig, offload: SparseOffloadConfig, facts: EngineFacts) -> None:
+    """Checks the options against the model and the engine. Raises ConfigError."""
+    if facts.index_topk is None:
+        rule = "the model has no sparse attention indexer"
+        raise ConfigError("kv_transfer_config.kv_connector", REMOTE_D2H, rule, "serve a DSA model")
+    if options.producer:
+        return
+    check_ports(options.kv_port, facts.data_parallel_size, facts.tensor_parallel_size)
+    if not offload.enabled:
+        rule = f"{REMOTE_D2H} pulls into the host pool of the sparse decode offload"
+        raise ConfigError(f"{SECTION}.enabled", False, rule, "set it to true on the decode engine")
+    if offload.keep_device_kv_cache:
+        rule = f"{REMOTE_D2H} does not fill the device KV cache"
+        raise ConfigError(f"{SECTION}.keep_device_kv_cache", True, rule, "set it to false")

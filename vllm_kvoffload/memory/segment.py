@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_kvoffload.log import get_logger
-from vllm_kvoffload.sparse.machine_memory import MemoryLimit, memory_limits, ram_limits
+from vllm_kvoffload.memory.limits import MemoryLimit, memory_limits, ram_limits
 
 logger = get_logger(__name__)
 
@@ -56,11 +56,11 @@ _MAGIC = "vllm-kvoffload host pool 1"
 _GIB = 1 << 30
 
 
-class HostPoolError(RuntimeError):
+class SegmentError(RuntimeError):
     """Base of the errors of the host pool."""
 
 
-class HostPoolMemoryError(HostPoolError):
+class SegmentMemoryError(SegmentError):
     """The pool does not fit. Attributes: `requested_bytes`, `available_bytes`, `limited_by`."""
 
     def __init__(self, requested_bytes: int, limit: MemoryLimit) -> None:
@@ -73,15 +73,15 @@ class HostPoolMemoryError(HostPoolError):
         self.limited_by = limit.what
 
 
-class HostPoolAttachError(HostPoolError):
+class SegmentAttachError(SegmentError):
     """There is no such segment for this user."""
 
 
-class HostPoolLayoutError(HostPoolError):
+class SegmentLayoutError(SegmentError):
     """The segment was made for another layout."""
 
 
-class HostPoolClosedError(HostPoolError):
+class SegmentClosedError(SegmentError):
     """The pool was closed in this process."""
 
 
@@ -106,7 +106,7 @@ class SharedSegment:
     def create(cls, data_bytes: int, description: str) -> SharedSegment:
         """Reserve, map and name `data_bytes` of zeroed memory. `description` is what `attach` must repeat.
 
-        Raises HostPoolMemoryError; nothing is left behind then.
+        Raises SegmentMemoryError; nothing is left behind then.
         """
         fd, data = _reserved_file(data_bytes, description)
         try:
@@ -123,7 +123,7 @@ class SharedSegment:
     def create_unnamed(cls, data_bytes: int, description: str) -> tuple[SharedSegment, int]:
         """As `create`, without ever giving it a name: others map the file descriptor, which is the caller's.
 
-        Raises HostPoolMemoryError; nothing is left behind then.
+        Raises SegmentMemoryError; nothing is left behind then.
         """
         fd, data = _reserved_file(data_bytes, description)
         return cls(_UNNAMED, data), fd
@@ -132,7 +132,7 @@ class SharedSegment:
     def attach_fd(cls, fd: int, data_bytes: int, description: str) -> SharedSegment:
         """Map what `create_unnamed` made, in this process or another. `fd` stays the caller's.
 
-        Raises HostPoolAttachError, HostPoolLayoutError (size or description differ from the creator's).
+        Raises SegmentAttachError, SegmentLayoutError (size or description differ from the creator's).
         """
         _check_attachable(fd, _UNNAMED, _header(data_bytes, description))
         return cls(_UNNAMED, _map(fd, data_bytes))
@@ -141,14 +141,14 @@ class SharedSegment:
     def attach(cls, name: str, data_bytes: int, description: str) -> SharedSegment:
         """Map the segment that another process of this user created.
 
-        Raises HostPoolAttachError, HostPoolLayoutError (size or description differ from the creator's).
+        Raises SegmentAttachError, SegmentLayoutError (size or description differ from the creator's).
         """
         if not _NAME.fullmatch(name):
-            raise HostPoolAttachError(f"{name!r}: expected a host pool name, {NAME_PREFIX}-PID-START-HEX")
+            raise SegmentAttachError(f"{name!r}: expected a host pool name, {NAME_PREFIX}-PID-START-HEX")
         try:
             fd = os.open(SHM_DIR / name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            raise HostPoolAttachError(
+            raise SegmentAttachError(
                 f"cannot open host pool {SHM_DIR / name}: {error.strerror}; its owner ended or sealed it, "
                 "runs as another user, or does not share /dev/shm with this process (another container?)"
             ) from error
@@ -165,15 +165,15 @@ class SharedSegment:
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
-        """uint8 [data_bytes]. Raises HostPoolClosedError."""
+        """uint8 [data_bytes]. Raises SegmentClosedError."""
         if self._data is None:
-            raise HostPoolClosedError(f"host pool {self.name} was closed")
+            raise SegmentClosedError(f"host pool {self.name} was closed")
         return self._data
 
     def seal(self) -> None:
-        """Remove the name; owner only, once every process has attached. Idempotent. Raises HostPoolError."""
+        """Remove the name; owner only, once every process has attached. Idempotent. Raises SegmentError."""
         if self._remove_name is None:
-            raise HostPoolError(f"host pool {self.name} can only be sealed by the rank that created it")
+            raise SegmentError(f"host pool {self.name} can only be sealed by the rank that created it")
         self._remove_name()
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ def start_ticks(pid: int) -> int | None:
 def _check_fits(nbytes: int, limits: list[MemoryLimit]) -> None:
     tightest = min(limits, key=lambda limit: limit.available_bytes, default=None)
     if tightest is not None and nbytes > tightest.available_bytes:
-        raise HostPoolMemoryError(nbytes, tightest)
+        raise SegmentMemoryError(nbytes, tightest)
 
 
 def _reserve(fd: int, total_bytes: int) -> None:
@@ -260,7 +260,7 @@ def _reserve(fd: int, total_bytes: int) -> None:
                 raise
             what = f"{SHM_DIR} (it filled up while the pool was reserved: {error.strerror})"
             fix = "another process took the space; stop it or enlarge /dev/shm"
-            raise HostPoolMemoryError(total_bytes, MemoryLimit(what, offset, fix)) from error
+            raise SegmentMemoryError(total_bytes, MemoryLimit(what, offset, fix)) from error
         done, elapsed_s = offset + step, time.monotonic() - start
         if done >= next_report or (done == total_bytes and total_bytes >= PROGRESS_BYTES):
             next_report += PROGRESS_BYTES
@@ -280,10 +280,10 @@ def _header(data_bytes: int, description: str) -> bytes:
 def _check_attachable(fd: int, name: str, expected: bytes) -> None:
     info = os.fstat(fd)
     if info.st_uid != os.geteuid() or info.st_mode != stat.S_IFREG | 0o600:
-        raise HostPoolAttachError(f"{SHM_DIR / name}: expected a file of this user with mode 0600")
+        raise SegmentAttachError(f"{SHM_DIR / name}: expected a file of this user with mode 0600")
     found = os.pread(fd, _HEADER_BYTES, 0).partition(b"\0")[0]
     if found + b"\0" != expected:
-        raise HostPoolLayoutError(
+        raise SegmentLayoutError(
             f"host pool {name} has another layout; expected {expected[:-1].decode()}, found "
             f"{found.decode(errors='replace')[:1000]}: all ranks must use the same model, options and version"
         )
@@ -347,5 +347,5 @@ def _mmap(address: int | None, length: int, flags: int, fd: int = -1, offset: in
     result = _libc.mmap(address, length, protection, flags, fd, offset)
     if result is None or result == _MAP_FAILED:
         reason = os.strerror(ctypes.get_errno())
-        raise HostPoolError(f"cannot map {length} bytes of shared memory: {reason}; check ulimit -v")
+        raise SegmentError(f"cannot map {length} bytes of shared memory: {reason}; check ulimit -v")
     return int(result)
