@@ -22,6 +22,7 @@ from vllm_kvoffload.platforms.cpu.kernels import sparse_mla_attend
 from vllm_kvoffload.runtime.cpu import CpuRuntime
 from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.manager import SparseKVManager
+from vllm_kvoffload.sparse.offloaded import OffloadedKV
 from vllm_kvoffload.sparse.paged import PagedKV
 from vllm_kvoffload.sparse.step import LayerKV, StepBatch
 from vllm_kvoffload.trace.generator import scored_stream
@@ -89,7 +90,7 @@ class Offloaded:
             host_layers=[torch.zeros(shape, dtype=torch.uint8) for _ in PATTERN],
             runtime=self.runtime,
         )
-        self.layers: list[LayerKV] = [self.manager.layer(layer) for layer in range(len(PATTERN))]
+        self.layers: list[LayerKV] = [OffloadedKV(self.manager, layer) for layer in range(len(PATTERN))]
 
     def step(self, batches: Batches, number: int, attend: bool) -> None:
         batch = batches.step(number)

@@ -91,7 +91,7 @@ def run(setup: Setup, steps: int | None = None) -> tuple[Outputs, Any]:
         stats = None
         if adapter.offload is not None:
             for _ in range(2):  # counters of the device are read back one join late
-                adapter.manager.delivery.join()
+                adapter.manager.delivery.settle(())
             stats = adapter.manager.stats
         if isinstance(getattr(adapter, "kernels", None), TwinKernels):
             assert adapter.kernels.reported == []

@@ -268,7 +268,8 @@ def test_a_replay_that_failed_half_way_can_run_again(monkeypatch: pytest.MonkeyP
                 broken.setattr(Graph, "replay", half)
                 with pytest.raises(OSError, match="planted"):
                     engine.run(make_step(step))
-            assert all(pool.unserved for pool in engine.adapter.manager.hot.groups)
+            manager = engine.adapter.manager
+            assert manager.delivery.unserved == {pool.group.index for pool in manager.hot.groups}
         if number == 4:
             with monkeypatch.context() as broken:
                 broken.setattr(engine.adapter.impls[2], "_attend", lambda *_: 1 / 0)

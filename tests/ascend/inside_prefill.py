@@ -47,9 +47,9 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import DecodeMetadata
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
+from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.layerwise.pipeline import LayerPipeline, Limits
 from vllm_kvoffload.layerwise.slot_gate import SlotGates
-from vllm_kvoffload.platforms.ascend.checks import shared_plan
 from vllm_kvoffload.platforms.ascend.prefill_attention import SharedBufferSFAImpl
 from vllm_kvoffload.platforms.ascend.worker import shared_bytes
 from vllm_kvoffload.runtime.npu import NpuRuntime
@@ -433,7 +433,7 @@ def test_the_scheduler_sees_what_fits(types: tuple[str, ...]) -> None:
     config.model_config.hf_text_config.indexer_types = list(types)
     config.cache_config.num_gpu_blocks_override = None
     config.scheduler_config.disable_hybrid_kv_cache_manager = False
-    plan = shared_plan(config)
+    plan = EngineSettings.of(config, "npu").shared_buffers
     assert plan is not None
     device_bytes = 123 * plan.physical_bytes * BLOCK + 5
     reported = shared_bytes(config, plan, device_bytes)

@@ -323,8 +323,12 @@ def test_the_store_is_ours_where_only_ours_can_do_what_is_asked_for(
     alone = engine(transfer={**PREFILL_STORE, "extra": extra}).kv_transfer_config
     assert has_our_store(alone) == ours
     assert alone.kv_connector_module_path == (OURS if ours else None)
-    part = {"kv_connector": "AscendStoreConnector", "kv_connector_extra_config": extra}
-    other = {"kv_connector": "MooncakeConnectorV1"}
+    part = {
+        "kv_connector": "AscendStoreConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": extra,
+    }
+    other = {"kv_connector": "MooncakeConnectorV1", "kv_role": "kv_producer"}
     multi = engine(transfer={**JOINT, "extra": {"connectors": [other, part]}}).kv_transfer_config
     assert has_our_store(multi) == ours
     assert multi.kv_connector_module_path == ("vllm_kvoffload.connectors.multi" if ours else None)
@@ -333,9 +337,9 @@ def test_the_store_is_ours_where_only_ours_can_do_what_is_asked_for(
 def test_a_module_path_makes_the_store_ours() -> None:
     config = engine(transfer={**PREFILL_STORE, "extra": {"backend": "memcache"}})
     config.kv_transfer_config.kv_connector_module_path = OURS
-    assert checks.uses_our_store(config)
+    assert EngineSettings.of(config, "npu").store is not None
     config.kv_transfer_config.kv_connector_module_path = "elsewhere"
-    assert not checks.uses_our_store(config)
+    assert EngineSettings.of(config, "npu").store is None
 
 
 # ---------------------------------------------------------------------------------------------- cache entries

@@ -12,6 +12,7 @@ from manager_model import ROW_BYTES, Scheduler, Setup, StepPlan, content, drive,
 
 from vllm_kvoffload.runtime import CpuRuntime, DelayPlan
 from vllm_kvoffload.sparse.manager import SparseKVManager
+from vllm_kvoffload.sparse.offloaded import OffloadedKV
 from vllm_kvoffload.sparse.step import StepBatch
 
 DEADLINE_S = 20.0
@@ -74,7 +75,7 @@ class Rank:
             barrier=None if collective is None else lambda: collective.wait("store"),
             deadline_s=deadline_s,
         )
-        self.kvs = [self.manager.layer(layer) for layer in range(setup.geometry.num_layers)]
+        self.kvs = [OffloadedKV(self.manager, layer) for layer in range(setup.geometry.num_layers)]
         blocks = -(-setup.max_model_len // setup.block_size)
         self._block_table = torch.zeros((setup.max_num_seqs, blocks), dtype=torch.int32)
         self._slot_mapping = torch.full((setup.token_budget,), -1, dtype=torch.int64)

@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from manager_model import Scheduler, Setup, StepPlan, make_plans, setup_for
+from manager_model import ROW_BYTES, Scheduler, Setup, StepPlan, make_plans, setup_for
 from manager_programs import Boom, Rank, run_failing_program, run_program, run_rank_pair
 
 from vllm_kvoffload import ops
@@ -329,13 +329,12 @@ def test_a_follower_needs_its_owners_choice_in_this_step(runtime: CpuRuntime) ->
     setup = Setup(pattern="FS")
     rank = Rank(setup, runtime, setup.host_layers())
     plan = decoding(rank, setup)
-    rank.manager.plan_group(1, plan.topk[0])
     with pytest.raises(Boom):
         rank.run(plan, (0, 0))
-    rank.manager.plan_group(1, plan.topk[0])
-    rank.manager.begin_step(rank.batch(plan))
+    manager, new_rows = rank.manager, torch.zeros((len(plan.topk[0]), ROW_BYTES), dtype=torch.uint8)
+    manager.begin_step(rank.batch(plan))
     with pytest.raises(RuntimeError, match="layer 1 runs, but layer 0 has not chosen for it in this step"):
-        rank.manager.plan_group(1, plan.topk[0])
+        manager.delivery.deliver(1, plan.topk[0], new_rows, manager.step)
 
 
 def test_rows_of_a_step_are_let_go(runtime: CpuRuntime) -> None:

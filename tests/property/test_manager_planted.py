@@ -140,16 +140,16 @@ def installs_not_joined(patch: pytest.MonkeyPatch) -> None:
         self._installed.clear()
         return True
 
-    patch.setattr(CompactDelivery, "join", join)
+    patch.setattr(CompactDelivery, "_join", join)
 
 
 def installs_of_a_failed_step_count(patch: pytest.MonkeyPatch) -> None:
     real = CompactDelivery.deliver
 
-    def deliver(self: CompactDelivery, layer: int, pool: Any, *args: Any) -> Any:
-        rows = real(self, layer, pool, *args)
-        pool.unserved = 0
-        return rows
+    def deliver(self: CompactDelivery, *args: Any) -> Any:
+        part = real(self, *args)
+        self._unserved.update(dict.fromkeys(self._unserved, 0))
+        return part
 
     patch.setattr(CompactDelivery, "deliver", deliver)
 

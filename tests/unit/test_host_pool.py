@@ -23,7 +23,7 @@ import torch
 
 from vllm_kvoffload.memory.limits import MemoryLimit
 from vllm_kvoffload.memory.segment import SharedSegment, remove_stale_segments
-from vllm_kvoffload.sparse import segment as segment_module
+from vllm_kvoffload.memory import segment as segment_module
 from vllm_kvoffload.sparse.host_pool import (
     HostPool,
     HostPoolLayout,

@@ -79,7 +79,6 @@ class Bench:
             decode_ids=("a", "b"),
             decode_tokens=torch.arange(2),
             token_rows=rows,
-            first_slots=(rows.long() * 16).unsqueeze(1),
             decode_start_loc=torch.arange(3, dtype=torch.int32),
             decode_seq_lens=torch.tensor([7, 7], dtype=torch.int32),
             decode_rows=rows,
@@ -122,10 +121,10 @@ def test_no_thread_is_woken_when_nothing_is_missing(
     for ids, wakes in (([0, 1, 2, 3], 1), ([3, 2, 1, 0], 0), ([0, 1, 2, 4], 1)):
         started.clear()
         step, fetched = bench.step(), bench.stats.fetched_bytes
-        delivery.plan(bench.pool, torch.tensor([ids] * 2, dtype=torch.int32), step)
+        topk = torch.tensor([ids] * 2, dtype=torch.int32)
         for layer in range(3):
-            found = delivery.deliver(layer, bench.pool, new_rows, step)
-            chosen = found.rows.flatten(0, 1)[found.indices.flatten()]
+            part = delivery.deliver(layer, topk, new_rows, step)
+            chosen = part.rows[part.indices.flatten()]
             assert (chosen == 10 * layer + 1).all()
         assert started == [(1, 2)] * wakes
         assert (bench.stats.fetched_bytes > fetched) == bool(wakes)

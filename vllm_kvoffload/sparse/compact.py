@@ -17,9 +17,10 @@ from vllm_kvoffload import ops
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.ops import conformance
 from vllm_kvoffload.runtime.base import Event, join_events
-from vllm_kvoffload.sparse.delivery import DecodeParts, Delivered, count_plan, decoders_choice
+from vllm_kvoffload.sparse.delivery import DecodeParts, HostDelivery, count_plan
 from vllm_kvoffload.sparse.hot_pool import GroupPool
 from vllm_kvoffload.sparse.stats import OffloadStats
+from vllm_kvoffload.sparse.step import PoolChoice
 from vllm_kvoffload.sparse.step_state import StepState
 
 STREAM = "install"
@@ -108,7 +109,9 @@ class PublishedPlanner:
         )
         self._replay(pool, step, step.decode_rows, metadata_update=False)
         kinds, numbers = self.kinds[: len(topk)].unbind(-1)
-        slots = (numbers + step.first_slots)[kinds == ops.Kind.POOL_HIT]
+        slots = (numbers + step.token_rows.long().unsqueeze(1) * pool.residency.tags[0].numel())[
+            kinds == ops.Kind.POOL_HIT
+        ]
         stats.hits += np.unique(slots.numpy()).size  # once for each row, as everywhere
         stats.misses += int(self.miss_counts[: len(step.decode_rows)].sum())
 
@@ -137,8 +140,8 @@ class PublishedPlanner:
         return self._out.nbytes
 
 
-class CompactDelivery:
-    """A :class:`~vllm_kvoffload.sparse.delivery.Delivery` through selection buffers.
+class CompactDelivery(HostDelivery):
+    """Attention reads selection buffers, into which a layer's chosen rows are gathered.
 
     Args:
         parts: pools and streams.
@@ -156,9 +159,9 @@ class CompactDelivery:
         max_model_len: int,
         published: bool,
     ) -> None:
+        super().__init__(parts)
         rows, topk = parts.rows.num_rows, geometry.index_topk
         shape = (rows * max_query_len, rows, topk, max_query_len)
-        self._parts = parts
         self._planners: list[Planner] = [
             PublishedPlanner(*shape, max_model_len) if published else OwnPlanner(*shape)
             for _ in range(BUFFERS)
@@ -173,23 +176,23 @@ class CompactDelivery:
         self._plan_users: list[list[int]] = [[] for _ in range(BUFFERS)]  # layers being installed from a plan
         self._selection_user: list[int | None] = [None] * BUFFERS
         self._plan_number = self._selection_number = 0
-        self._indices = torch.empty(0)
 
-    def plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState) -> None:
+    def _plan(self, pool: GroupPool, chosen: torch.Tensor, step: StepState) -> PoolChoice:
         self._plan_number = (self._plan_number + 1) % BUFFERS
         users = self._plan_users[self._plan_number]
         for layer in users:
             self._await(layer)
         users.clear()
         planner = self._planners[self._plan_number]
-        chosen = decoders_choice(topk, step)
         planner.plan(pool, chosen, step, self._parts.stats)
         kinds = planner.kinds[: len(chosen), :, 0]
         found = (kinds >= ops.Kind.POOL_HIT) & (kinds <= ops.Kind.DECODE_WINDOW)
-        places = torch.arange(kinds.numel()).view_as(kinds)
-        self._indices = places.masked_fill_(~found, -1)
+        # A query token's row of the selection has its chosen rows in the order of its top-k ids.
+        places = torch.arange(kinds.shape[1]).expand_as(kinds)
+        owners = torch.arange(len(chosen), dtype=torch.int32)
+        return PoolChoice(places.masked_fill(~found, -1), owners, kinds.shape[1])
 
-    def deliver(self, layer: int, pool: GroupPool, new_rows: torch.Tensor, step: StepState) -> Delivered:
+    def _serve(self, layer: int, pool: GroupPool, new_rows: torch.Tensor, step: StepState) -> torch.Tensor:
         planner, store = self._planners[self._plan_number], self._parts.store
         if step.decode_late or planner.reads_own_rows(step):
             store.await_layer(layer)
@@ -213,11 +216,9 @@ class CompactDelivery:
         )
         self._installed[layer] = self._stream.record(f"installed rows of layer {layer}")
         self._plan_users[self._plan_number].append(layer)
-        pool.unserved -= 1
-        owners = torch.arange(len(selection), dtype=torch.int32)
-        return Delivered(selection, self._indices, step.decode_tokens, owners, selection.shape[1])
+        return selection
 
-    def join(self) -> bool:
+    def _join(self) -> bool:
         complete = join_events(self._installed.values(), self._stream, self._parts.deadline_s)
         self._installed.clear()
         return complete

@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -18,14 +18,16 @@ from vllm_kvoffload.sparse.host_store import HostStore
 from vllm_kvoffload.sparse.hot_pool import GroupPool, HotPool
 from vllm_kvoffload.sparse.prefetch import FollowerPrefetch, fetch_misses
 from vllm_kvoffload.sparse.row_ops import Rows
-from vllm_kvoffload.sparse.rows import RowTable
+from vllm_kvoffload.sparse.rows import RowLease, RowTable
 from vllm_kvoffload.sparse.stats import OffloadStats
+from vllm_kvoffload.sparse.step import AttendPart, PoolChoice
 from vllm_kvoffload.sparse.step_state import StepState
+from vllm_kvoffload.trace.recorder import TraceRecorder
 
 
 @dataclass(frozen=True)
 class DecodeParts:
-    """What a delivery works on."""
+    """What a delivery works on. recorder: gets the decoding requests' top-k ids, None for no trace."""
 
     store: HostStore
     hot: HotPool
@@ -33,50 +35,125 @@ class DecodeParts:
     runtime: Runtime
     stats: OffloadStats
     deadline_s: float
+    recorder: TraceRecorder | None = None
 
 
-@dataclass(frozen=True)
-class Delivered:
-    """Rows for the attention of the T' decoding query tokens, and what :class:`AttendPart` says of them.
+class Delivery(ABC):
+    """Decode's way from top-k ids to rows, for all layers of one worker.
 
-    Attributes:
-        rows: [R, P] as bytes, or what stands for a pool.
-        indices: int [T', K], flat number of the row of every chosen position, -1 for none.
-        tokens: int [T'], query tokens of the step.
-        pool_rows: int32 [T'], the pool's row that a token's indices lie in.
-        row_slots: P.
+    Owns the life of an index group within a step: the owner's layer plans it, every layer of the group is
+    served from that plan, and when a step fails in between, what the plan made resident is forgotten.
     """
 
-    rows: Rows
-    indices: torch.Tensor
-    tokens: torch.Tensor
-    pool_rows: torch.Tensor
-    row_slots: int
+    def __init__(self, parts: DecodeParts) -> None:
+        self._parts = parts
+        self._group: GroupPool | None = None  # whose plan is in use
+        self._choice: PoolChoice | None = None  # of that plan
+        self._unserved: dict[int, int] = {}  # by group: layers without the rows that its plan made resident
 
+    def deliver(self, layer: int, topk: torch.Tensor, new_rows: Rows, step: StepState) -> AttendPart:
+        """What attention of the decoding query tokens reads in a layer.
 
-class Delivery(Protocol):
-    """Decode's way from choice to rows, for all layers of one worker."""
-
-    def plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState) -> None:
-        """Plans a group's step. ``topk``: int32 [T, K], the choices of all query tokens."""
-
-    def deliver(self, layer: int, pool: GroupPool, new_rows: Rows, step: StepState) -> Delivered:
-        """What attention of the layer reads. ``new_rows``: [T] as bytes, which nobody changes any more.
+        Args:
+            topk: int32 [T, K], top-k ids of all query tokens. new_rows: the step's rows of the layer, [T],
+                which must not change any more.
 
         Raises:
+            RuntimeError: a follower's group wasn't the last to be planned in this step.
             TaskFailedError, WaitTimeoutError: rows are missing.
         """
+        pool, row_ops = self._parts.hot.pool_of(layer), self._parts.store.row_ops
+        if layer == pool.group.owner:
+            self._begin_group(pool, topk, step)
+        elif self._group is not pool:
+            raise RuntimeError(
+                f"layer {layer} runs, but layer {pool.group.owner} has not chosen for it in this step"
+            )
+        rows = self._serve(layer, pool, row_ops.as_bytes(new_rows), step)
+        self._unserved[pool.group.index] -= 1
+        assert self._choice is not None
+        return AttendPart(self._tokens(step), row_ops.attended(rows, new_rows), self._choice)
 
-    def join(self) -> bool:
+    def _begin_group(self, pool: GroupPool, topk: torch.Tensor, step: StepState) -> None:
+        chosen, recorder = self._chosen(topk, step), self._parts.recorder
+        if recorder is not None:
+            lengths = step.decode_start_loc, step.decode_seq_lens
+            recorder.record(pool.group.index, chosen.cpu(), *lengths, step.decode_ids)
+        self._choice = self._plan(pool, chosen, step)
+        self._unserved[pool.group.index] = len(pool.group.layers)
+        self._group = pool
+
+    @property
+    def unserved(self) -> set[int]:
+        """Groups that were planned in a step and whose layers have not all been served."""
+        return {group for group, layers in self._unserved.items() if layers}
+
+    def begin_graph(self, layers: Sequence[int]) -> None:
+        """A graph is about to serve the groups of these layers, or to be captured from them."""
+        for pool in self._parts.hot.groups:
+            if pool.group.owner in layers:
+                self._unserved[pool.group.index] = len(pool.group.layers)
+
+    def end_graph(self) -> None:
+        """It has been launched, and every layer is served."""
+        self._unserved.clear()
+
+    def settle(self, leases: Sequence[RowLease]) -> None:
+        """Between steps: waits for all copies in flight, and undoes what a step that failed left behind.
+
+        A plan marks rows as resident before the group's layers have fetched them: the residency of these
+        leases' rows is reset wherever that did not happen.
+
+        Raises:
+            WaitTimeoutError: a copy is stuck.
+        """
+        complete = self._join()
+        unserved = self.unserved
+        for pool in self._parts.hot.groups:
+            if pool.group.index in unserved or not complete:
+                for lease in leases:
+                    pool.residency.reset_row(lease.row)
+        self._unserved.clear()
+        self._group = None
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Device bytes of buffers of its own."""
+
+    @abstractmethod
+    def _chosen(self, topk: torch.Tensor, step: StepState) -> torch.Tensor:
+        """int32 [T', K], top-k ids of the decoding query tokens, where plans are made."""
+
+    @abstractmethod
+    def _plan(self, pool: GroupPool, chosen: torch.Tensor, step: StepState) -> PoolChoice:
+        """Plans a group's step. The result counts until the next plan."""
+
+    @abstractmethod
+    def _serve(self, layer: int, pool: GroupPool, new_rows: Rows, step: StepState) -> Rows:
+        """Brings a layer's rows to where its plan says; returns the pool that `_plan` spoke of, as bytes."""
+
+    @abstractmethod
+    def _tokens(self, step: StepState) -> torch.Tensor:
+        """int [T'], query tokens of the step that decode, where attention needs them."""
+
+    @abstractmethod
+    def _join(self) -> bool:
         """Waits for all copies in flight. False when rows of the hot pools are not what residency says.
 
         Raises:
             WaitTimeoutError: a copy is stuck.
         """
 
-    @property
-    def nbytes(self) -> int:
-        """Device bytes of buffers of its own."""
+
+class HostDelivery(Delivery):
+    """A delivery whose plans are made on the host."""
+
+    def _chosen(self, topk: torch.Tensor, step: StepState) -> torch.Tensor:
+        return topk.index_select(0, step.decode_tokens.to(topk.device)).cpu()
+
+    def _tokens(self, step: StepState) -> torch.Tensor:
+        return step.decode_tokens
 
 
 @dataclass(frozen=True)
@@ -90,11 +167,6 @@ class DevicePlanning:
     delivery: Callable[[DecodeParts], Delivery]
 
 
-def decoders_choice(topk: torch.Tensor, step: StepState) -> torch.Tensor:
-    """int32 [T', K] in host memory, the choices of the decoding query tokens."""
-    return topk.index_select(0, step.decode_tokens.to(topk.device)).cpu()
-
-
 def count_plan(stats: OffloadStats, plan: ops.PlanOut) -> int:
     """Adds a plan to the totals; returns its misses."""
     hits, misses, new, displaced = plan.stats[:4].tolist()
@@ -105,36 +177,33 @@ def count_plan(stats: OffloadStats, plan: ops.PlanOut) -> int:
     return int(misses)
 
 
-class InPlaceDelivery:
-    """A :class:`Delivery` that copies misses and new rows only, followers' misses ahead of time."""
+class InPlaceDelivery(HostDelivery):
+    """Attention reads the hot pool itself; only misses and new rows are copied, followers' misses early."""
 
     def __init__(self, parts: DecodeParts, index_topk: int, max_query_len: int) -> None:
-        self._parts = parts
+        super().__init__(parts)
         rows = parts.rows.num_rows
         # A plan is consumed by the layers of its group before the next group plans: one output serves all.
-        self._plan = ops.PlanOut(rows * max_query_len, rows, index_topk, max_query_len)
+        self._out = ops.PlanOut(rows * max_query_len, rows, index_topk, max_query_len)
         self._workspace = ops.Workspace()
         self._prefetch = FollowerPrefetch(parts.store, parts.hot, parts.rows, parts.runtime, parts.deadline_s)
-        self._indices = torch.empty(0)
         self._misses = 0  # of the plan
 
-    def plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState) -> None:
-        chosen = decoders_choice(topk, step)
+    def _plan(self, pool: GroupPool, chosen: torch.Tensor, step: StepState) -> PoolChoice:
         ops.dsa_plan(
             chosen,
             step.decode_start_loc,
             step.decode_seq_lens,
             step.decode_rows,
             pool.residency,
-            self._plan,
+            self._out,
             self._workspace,
         )
-        slots = self._plan.slots[: len(chosen)]
-        self._indices = (slots + step.first_slots).masked_fill_(slots < 0, -1)
-        self._misses = count_plan(self._parts.stats, self._plan)
+        self._misses = count_plan(self._parts.stats, self._out)
+        return PoolChoice(self._out.slots[: len(chosen)], step.token_rows, self._parts.hot.num_slots)
 
-    def deliver(self, layer: int, pool: GroupPool, new_rows: Rows, step: StepState) -> Delivered:
-        store, hot, plan = self._parts.store, self._parts.hot, self._plan
+    def _serve(self, layer: int, pool: GroupPool, new_rows: Rows, step: StepState) -> Rows:
+        store, hot, plan = self._parts.store, self._parts.hot, self._out
         fetched = self._prefetch.take(layer)
         if fetched is None:
             if step.decode_late:
@@ -147,13 +216,12 @@ class InPlaceDelivery:
         rows, row_ops = hot.layers[layer], store.row_ops
         fresh = row_ops.take(new_rows, step.decode_tokens)
         row_ops.write_rows(rows, step.token_rows, fresh, plan.new_slots[: len(step.token_rows)])
-        pool.unserved -= 1
-        return Delivered(rows, self._indices, step.decode_tokens, step.token_rows, hot.num_slots)
+        return rows
 
-    def join(self) -> bool:
+    def _join(self) -> bool:
         self._prefetch.join()
         return True
 
     @property
     def nbytes(self) -> int:
-        return self._plan.nbytes
+        return self._out.nbytes

@@ -11,19 +11,17 @@ from vllm_kvoffload.geometry import IndexGroup, KVGeometry
 from vllm_kvoffload.sparse.row_ops import RowOps, Rows, TensorRows
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class GroupPool:
     """What the layers of one index group share.
 
     Attributes:
         group: the layers.
         residency: which token is in which slot of which row.
-        unserved: layers that still have to fetch what the last plan made resident.
     """
 
     group: IndexGroup
     residency: ops.Residency
-    unserved: int = 0
 
 
 class HotPool:
@@ -52,11 +50,16 @@ class HotPool:
         self.num_slots = num_slots
         row_ops = row_ops or TensorRows(geometry.main_row_bytes)
         self.layers: list[Rows] = [row_ops.zeros(num_rows, num_slots) for _ in range(geometry.num_layers)]
+        self._group_of = [geometry.group_of(layer).index for layer in range(geometry.num_layers)]
         self._row_nbytes = geometry.num_layers * num_rows * num_slots * geometry.main_row_bytes
         self.groups = [
             GroupPool(group, ops.Residency.allocate(num_rows, num_slots, ways, policy, device))
             for group in geometry.groups
         ]
+
+    def pool_of(self, layer: int) -> GroupPool:
+        """The pool of a layer's index group."""
+        return self.groups[self._group_of[layer]]
 
     def reset_row(self, row: int) -> None:
         """Forgets a row's tokens in every group: its next owner starts cold."""

@@ -2,7 +2,8 @@
 
 A request's way through a step: :meth:`SparseKVManager.begin_step` sorts the batch into decode and prefill
 and gives every decoding request its row; each layer's :class:`~vllm_kvoffload.sparse.offloaded.OffloadedKV`
-then serves attention. Everything that must be given back is given back in :meth:`release`.
+then serves attention, decode through a :class:`~vllm_kvoffload.sparse.delivery.Delivery`, prefill through a
+:class:`~vllm_kvoffload.sparse.prefill_stream.PrefillStream`. :meth:`release` gives everything back.
 """
 
 from __future__ import annotations
@@ -19,17 +20,9 @@ from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.runtime.base import Runtime
 from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.compact import CompactDelivery
-from vllm_kvoffload.sparse.delivery import (
-    DecodeParts,
-    Delivery,
-    DevicePlanning,
-    InPlaceDelivery,
-    decoders_choice,
-)
+from vllm_kvoffload.sparse.delivery import DecodeParts, Delivery, DevicePlanning, InPlaceDelivery
 from vllm_kvoffload.sparse.host_store import HostStore
-from vllm_kvoffload.sparse.hot_pool import GroupPool, HotPool
-from vllm_kvoffload.sparse.offloaded import OffloadedKV
-from vllm_kvoffload.sparse.paged import PagedKV
+from vllm_kvoffload.sparse.hot_pool import HotPool
 from vllm_kvoffload.sparse.prefill_stream import PrefillRequest, PrefillStream
 from vllm_kvoffload.sparse.row_ops import RowOps, Rows, TensorRows
 from vllm_kvoffload.sparse.rows import RowLease, RowTable
@@ -81,7 +74,6 @@ class SparseKVManager:
         self.geometry = geometry
         row_ops = row_ops or TensorRows(geometry.main_row_bytes)
         self.max_query_len = 1 + geometry.num_speculative_tokens
-        self._recorder = recorder
         self._stats = OffloadStats()
         self.rows = RowTable(max_num_seqs)
         self.hot = HotPool(
@@ -96,7 +88,7 @@ class SparseKVManager:
         self.store = HostStore(
             host_layers, runtime, writer=writer, barrier=barrier, deadline_s=deadline_s, row_ops=row_ops
         )
-        parts = DecodeParts(self.store, self.hot, self.rows, runtime, self._stats, deadline_s)
+        parts = DecodeParts(self.store, self.hot, self.rows, runtime, self._stats, deadline_s, recorder)
         self.delivery = (
             self._make_delivery(config, parts, max_model_len)
             if planning is None
@@ -111,7 +103,6 @@ class SparseKVManager:
         self._step: StepState | None = None
         self._step_done = True
         self._pass_layers = range(0)
-        self._planned = -1  # the group whose plan and indices are in use
 
     def _make_delivery(self, config: SparseOffloadConfig, parts: DecodeParts, max_model_len: int) -> Delivery:
         if config.delivery == "in_place":
@@ -142,10 +133,6 @@ class SparseKVManager:
         """Whether the current step runs in a graph. A dummy batch may come before any step."""
         return self._step is not None and self._step.in_graph
 
-    def layer(self, layer: int, device: PagedKV | None = None) -> OffloadedKV:
-        """The main KV of one layer, to be bound to its attention."""
-        return OffloadedKV(self, layer, device)
-
     def begin_step(self, batch: StepBatch) -> None:
         """Sorts a batch and prepares its copies. Called once before the target's first layer runs.
 
@@ -175,11 +162,11 @@ class SparseKVManager:
         # Only in draft 0 can a prefix be computed by the same pass, as in the step's target pass.
         self._begin(batch, range(layer, layer + 1), self.step.fresh if index == 0 else ())
 
-    def begin_nobody(self) -> None:
-        """The same without requests, for passes that are run for their own sake. Raises: as above."""
+    def begin_dummy_step(self) -> None:
+        """Begins a step without requests: profiling, graph capture, an idle DP rank. Raises: as above."""
         self.store.begin_step()
         self._settle()
-        self._step = StepState.nobody()
+        self._step = StepState.dummy()
         self._pass_layers = range(self.geometry.num_target_layers)
 
     def enter_graph(self, requests: int) -> StepState:
@@ -189,15 +176,12 @@ class SparseKVManager:
         """
         self._step = step = self.step.padded(requests, self.max_query_len)
         self._step_done = False
-        for pool in self.hot.groups:
-            if pool.group.owner in self._pass_layers:
-                pool.unserved = len(pool.group.layers)
+        self.delivery.begin_graph(self._pass_layers)
         return step
 
     def leave_graph(self) -> None:
-        """It has been given all that the layers do on the device; what they do on the host is done here."""
-        for pool in self.hot.groups:
-            pool.unserved = 0
+        """After the launch: does the layers' bookkeeping on the host in one go."""
+        self.delivery.end_graph()
         self.store.written_on_device(self._pass_layers, len(self.step.leases) * self.max_query_len)
         self._step_done = True
 
@@ -216,17 +200,8 @@ class SparseKVManager:
             self.prefill.begin_step(requests, layers)
 
     def _settle(self) -> None:
-        """Undoes what a step that failed half-way left behind, so that its requests can run again.
-
-        A plan marks rows as resident before the group's layers have fetched them.
-        """
-        complete = self.delivery.join()
-        for pool in self.hot.groups:
-            if pool.unserved or not complete:
-                for lease in self.step.leases:
-                    pool.residency.reset_row(lease.row)
-                pool.unserved = 0
-        self._planned = -1
+        """Undoes what a step that failed half-way left behind, so that its requests can run again."""
+        self.delivery.settle(self._step.leases if self._step is not None else ())
         if not self._step_done:
             self._seen.difference_update(self.step.fresh)
             self._step_done = True
@@ -253,7 +228,6 @@ class SparseKVManager:
             decode_ids=names,
             decode_tokens=torch.from_numpy(tokens.astype(np.int64)),
             token_rows=token_rows,
-            first_slots=(token_rows.long() * self.hot.num_slots).unsqueeze(1),
             decode_start_loc=torch.from_numpy(start_loc),
             decode_seq_lens=torch.from_numpy(np.ascontiguousarray(batch.seq_lens[decode])),
             decode_rows=torch.from_numpy(rows),
@@ -311,31 +285,6 @@ class SparseKVManager:
             own[batch.query_start_loc[n] : batch.query_start_loc[n + 1]] = True
             late[n] = bool(np.isin(prefix, written[~own]).any())
         return late
-
-    def plan_group(self, layer: int, topk: torch.Tensor) -> GroupPool:
-        """The layer's index group with the step's plan. Made when the group's owner asks, reused by the
-        followers. ``topk``: int32 [T, K], the choices of all query tokens.
-
-        Raises:
-            RuntimeError: a follower asks, but its group's plan isn't the last that was made in this step.
-        """
-        group = self.geometry.group_of(layer)
-        pool = self.hot.groups[group.index]
-        if group.owner == layer:
-            step = self.step
-            if self._recorder is not None:
-                chosen = decoders_choice(topk, step)
-                self._recorder.record(
-                    group.index, chosen, step.decode_start_loc, step.decode_seq_lens, step.decode_ids
-                )
-            self.delivery.plan(pool, topk, step)
-            pool.unserved = len(group.layers)
-            self._planned = group.index
-        elif self._planned != group.index:
-            raise RuntimeError(
-                f"layer {layer} runs, but layer {group.owner} has not chosen for it in this step"
-            )
-        return pool
 
     def finish_layer(self, layer: int) -> None:
         """Attention of a layer is done in this step."""

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_kvoffload.sparse.manager import SparseKVManager
 from vllm_kvoffload.sparse.paged import PagedKV, physical_rows
 from vllm_kvoffload.sparse.row_ops import Rows
 from vllm_kvoffload.sparse.step import AttendPart, StepBatch
-
-if TYPE_CHECKING:
-    from vllm_kvoffload.sparse.manager import SparseKVManager
-
 
 _NO_ROWS = torch.empty(0)
 
@@ -63,11 +59,8 @@ class OffloadedKV:
         self._manager.finish_layer(self._layer)
 
     def _decode_part(self, topk: torch.Tensor, batch: StepBatch) -> AttendPart:
-        manager, step = self._manager, self._manager.step
-        pool = manager.plan_group(self._layer, topk)
-        found = manager.delivery.deliver(self._layer, pool, self._row_ops.as_bytes(self._new_rows), step)
-        attended = self._row_ops.attended(found.rows, self._new_rows)
-        part = AttendPart(found.tokens, attended, found.indices, found.pool_rows, found.row_slots)
+        manager = self._manager
+        part = manager.delivery.deliver(self._layer, topk, self._new_rows, manager.step)
         if self._device is not None:
             self._compare(part, topk, batch)
         return part

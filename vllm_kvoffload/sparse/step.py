@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -56,25 +57,46 @@ class StepBatch:
 
 
 @dataclass(frozen=True)
+class PoolChoice:
+    """The chosen rows of decoding query tokens in a pool: one for all layers of an index group.
+
+    Attributes:
+        slots: int [t, K] slot of every chosen position within the token's row of the pool, -1 for none.
+        pool_rows: int32 [t] the pool's row of each token.
+        row_slots: slots of a row of the pool.
+    """
+
+    slots: torch.Tensor
+    pool_rows: torch.Tensor
+    row_slots: int
+
+    @cached_property
+    def flat(self) -> torch.Tensor:
+        """int64 [t, K] number of every chosen slot in the flattened pool, -1 for none."""
+        first = self.pool_rows.long().unsqueeze(1) * self.row_slots
+        return (self.slots + first).masked_fill_(self.slots < 0, -1)
+
+
+@dataclass(frozen=True)
 class AttendPart:
     """Some query tokens of a step, and the flat rows they attend to.
 
     Attributes:
         tokens: int64 [t], query tokens of the step.
         rows: [N, D] key rows, or as the platform keeps them.
-        indices: int [t, K] row of every chosen position, -1 where there is none.
-        pool_rows: int32 [t], where the rows are a pool's: the pool's row that a token's indices lie in. None
-            where they are one request's rows by position.
-        row_slots: rows of such a row of the pool.
-        length: where they are one request's: its length in tokens.
+        choice: int [t, K] row of every chosen position, -1 where there is none; or slots of a pool.
+        length: where the rows are one request's by position: its length in tokens.
     """
 
     tokens: torch.Tensor
     rows: Rows
-    indices: torch.Tensor
-    pool_rows: torch.Tensor | None = None
-    row_slots: int = 0
+    choice: torch.Tensor | PoolChoice
     length: int = 0
+
+    @property
+    def indices(self) -> torch.Tensor:
+        """int [t, K] flat row of every chosen position, -1 where there is none."""
+        return self.choice.flat if isinstance(self.choice, PoolChoice) else self.choice
 
 
 class LayerKV(Protocol):

@@ -34,7 +34,6 @@ class StepState:
         fresh: requests that had not run before.
         decode_ids: N' request ids.
         decode_tokens: int64 [T'] query tokens of the step; token_rows: int32 [T'] their rows.
-        first_slots: int64 [T', 1] flat number of the first slot of each token's row.
         decode_start_loc: int32 [N'+1]; decode_seq_lens, decode_rows: int32 [N'].
         decode_block_table: int32 [N', B]; decode_slots: int64 [T'], see ``StepBatch.slot_mapping``.
         leases: claims on those rows; work that is queued with them must check them when it runs (I-1).
@@ -48,7 +47,6 @@ class StepState:
     decode_ids: tuple[str, ...]
     decode_tokens: torch.Tensor
     token_rows: torch.Tensor
-    first_slots: torch.Tensor
     decode_start_loc: torch.Tensor
     decode_seq_lens: torch.Tensor
     decode_rows: torch.Tensor
@@ -58,7 +56,7 @@ class StepState:
     in_graph: bool = False
 
     @classmethod
-    def nobody(cls, requests: int = 0, queries: int = 1) -> StepState:
+    def dummy(cls, requests: int = 0, queries: int = 1) -> StepState:
         """Requests of ``queries`` tokens that have neither row nor slot nor blocks."""
         tokens = requests * queries
         return cls(
@@ -69,7 +67,6 @@ class StepState:
             decode_ids=(),
             decode_tokens=torch.arange(tokens),
             token_rows=torch.full((tokens,), -1, dtype=torch.int32),
-            first_slots=torch.zeros((tokens, 1), dtype=torch.int64),
             decode_start_loc=torch.arange(0, tokens + 1, queries, dtype=torch.int32),
             decode_seq_lens=torch.full((requests,), queries, dtype=torch.int32),
             decode_rows=torch.full((requests,), -1, dtype=torch.int32),
@@ -100,7 +97,6 @@ class StepState:
             decode=np.arange(requests),
             decode_tokens=torch.arange(requests * queries),
             token_rows=pad(self.token_rows, (0, tokens), value=-1),
-            first_slots=pad(self.first_slots, (0, 0, 0, tokens)),
             decode_start_loc=torch.arange(0, requests * queries + 1, queries, dtype=torch.int32),
             decode_seq_lens=pad(self.decode_seq_lens, (0, more), value=queries),
             decode_rows=pad(self.decode_rows, (0, more), value=-1),

@@ -26,7 +26,7 @@ from vllm_ascend.device.device_op import DeviceOperator
 
 from vllm_kvoffload.engine import EngineOptions
 from vllm_kvoffload.platforms.ascend.rows import SplitRows
-from vllm_kvoffload.sparse.step import AttendPart, LayerKV, StepBatch
+from vllm_kvoffload.sparse.step import AttendPart, LayerKV, PoolChoice, StepBatch
 
 if TYPE_CHECKING:
     from vllm_kvoffload.platforms.ascend.kernels import DeviceBatch
@@ -248,12 +248,12 @@ class KVOffloadSFAImpl(AscendSFAImpl):
 
     def _view(self, part: AttendPart, block_size: int, device: torch.device) -> PagedView:
         """The part as the operator takes it; the layers of an index group have one."""
-        if part.pool_rows is None:
+        if not isinstance(part.choice, PoolChoice):
             return request_view(part, block_size).to(device)
         assert self.offload is not None
         made = self.offload.pool_view
-        if made is None or made[0] is not part.indices:
-            made = self.offload.pool_view = (part.indices, pool_view(part, block_size).to(device))
+        if made is None or made[0] is not part.choice:
+            made = self.offload.pool_view = (part.choice, pool_view(part.choice, block_size).to(device))
         return made[1]
 
 
@@ -275,21 +275,19 @@ class PagedView:
         return PagedView(*(part.to(device=device, dtype=torch.int32) for part in parts))
 
 
-def pool_view(part: AttendPart, block_size: int) -> PagedView:
+def pool_view(choice: PoolChoice, block_size: int) -> PagedView:
     """A pool: every query token is a request, whose positions are the slots of its row.
 
     A token without a row has no positions.
     """
-    assert part.pool_rows is not None
-    count, slots = len(part.tokens), part.row_slots
-    rows = part.pool_rows.clamp(min=0).unsqueeze(1)
-    dtype, device = torch.int32, part.indices.device
-    indices = (part.indices - rows * slots).masked_fill(part.indices < 0, -1)
+    count, slots = len(choice.slots), choice.row_slots
+    rows = choice.pool_rows.clamp(min=0).unsqueeze(1)
+    dtype, device = torch.int32, choice.slots.device
     pages = torch.arange(slots // block_size, dtype=dtype, device=device)
     return PagedView(
-        indices.unsqueeze(1),
+        choice.slots.unsqueeze(1),
         torch.arange(1, count + 1, dtype=dtype, device=device),
-        (part.pool_rows >= 0).to(dtype) * slots,
+        (choice.pool_rows >= 0).to(dtype) * slots,
         rows * len(pages) + pages,
     )
 

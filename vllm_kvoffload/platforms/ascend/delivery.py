@@ -25,15 +25,16 @@ from vllm_kvoffload.platforms.ascend.rows import SplitRows
 from vllm_kvoffload.runtime.npu import NpuRuntime
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.offload import SparseOffloadConfig
-from vllm_kvoffload.sparse.delivery import DecodeParts, Delivered, Delivery, DevicePlanning
+from vllm_kvoffload.sparse.delivery import DecodeParts, Delivery, DevicePlanning
 from vllm_kvoffload.sparse.hot_pool import GroupPool
+from vllm_kvoffload.sparse.step import PoolChoice
 from vllm_kvoffload.sparse.step_state import StepState
 
 BUFFERS = 2
 """Selections and plans of compact delivery: the next layer is gathered while the last one is installed."""
 
 
-class _KernelPlanning:
+class _KernelDelivery(Delivery):
     """What both deliveries do alike: the plan, and the step's batch on the device."""
 
     def __init__(
@@ -45,9 +46,9 @@ class _KernelPlanning:
         max_query_len: int,
         table_width: int,
     ) -> None:
+        super().__init__(parts)
         rows = parts.rows.num_rows
         assert isinstance(parts.runtime, NpuRuntime)
-        self._parts = parts
         self._kernels = kernels
         self._device = device
         self._shape = (rows * max_query_len, rows, topk, max_query_len)
@@ -57,12 +58,17 @@ class _KernelPlanning:
         self._buffers = StepBuffers(rows * max_query_len, rows, table_width, device)
         self._step: StepState | None = None
         self._batch: DeviceBatch | None = None
-        self._indices = torch.empty(0)
 
     def _on(self, step: StepState) -> DeviceBatch:
         if self._batch is None or step is not self._step:
             self._step, self._batch = step, self._buffers.fill(step)
         return self._batch
+
+    def _chosen(self, topk: torch.Tensor, step: StepState) -> torch.Tensor:
+        return topk.index_select(0, self._on(step).tokens)
+
+    def _tokens(self, step: StepState) -> torch.Tensor:
+        return self._on(step).tokens
 
     def _plan_group(self, pool: GroupPool, chosen: torch.Tensor, on: DeviceBatch, out: ops.PlanOut) -> None:
         kept = pool.residency
@@ -89,17 +95,17 @@ class _KernelPlanning:
         Raises ConfigError.
         """
         tokens, rows, topk, queries = self._shape
-        nobody = self._on(StepState.nobody(rows, queries))
+        dummy = self._on(StepState.dummy(rows, queries))
         chosen = torch.full((tokens, topk), -1, dtype=torch.int32, device=self._device)
         try:
-            self._plan_group(self._parts.hot.groups[0], chosen, nobody, out)
-            serve(nobody)
+            self._plan_group(self._parts.hot.groups[0], chosen, dummy, out)
+            serve(dummy)
         except ValueError as error:
             rule, fix = f"its kernels can't serve this engine: {error}", "change that, or unset it"
             raise ConfigError(KERNELS_ENV, os.environ.get(KERNELS_ENV), rule, fix) from error
 
 
-class KernelDelivery(_KernelPlanning):
+class KernelDelivery(_KernelDelivery):
     """In-place :class:`Delivery`: attention reads the hot pool itself.
 
     Followers' misses are fetched on a stream of their own as soon as the owner has its rows.
@@ -123,24 +129,22 @@ class KernelDelivery(_KernelPlanning):
         table_width: int,
     ) -> None:
         super().__init__(parts, kernels, device, topk, max_query_len, table_width)
-        self._plan = ops.PlanOut(*self._shape, device=device)
+        self._out = ops.PlanOut(*self._shape, device=device)
         self._fetches: dict[int, Any] = {}  # events, by layer
-        self._try(self._plan, self._serve_nobody)
+        self._try(self._out, self._serve_dummy)
 
-    def _serve_nobody(self, on: DeviceBatch) -> None:
+    def _serve_dummy(self, on: DeviceBatch) -> None:
         store = self._parts.store
-        self._serve(0, on, None, misses=True)
+        self._fetch(0, on, None, misses=True)
         self._moves.write_host(store.layers[0], store.row_ops.zeros(len(on.tokens)), on.slots)
 
-    def plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState) -> None:
+    def _plan(self, pool: GroupPool, chosen: torch.Tensor, step: StepState) -> PoolChoice:
         on = self._on(step)
-        chosen = topk.index_select(0, on.tokens)
-        self._plan_group(pool, chosen, on, self._plan)
-        self._counters.count_plan(self._plan)
-        slots = self._plan.slots[: len(chosen)]
-        self._indices = torch.where(slots < 0, slots, slots + on.first_slots)
+        self._plan_group(pool, chosen, on, self._out)
+        self._counters.count_plan(self._out)
+        return PoolChoice(self._out.slots[: len(chosen)], on.token_rows, self._parts.hot.num_slots)
 
-    def deliver(self, layer: int, pool: GroupPool, new_rows: SplitRows, step: StepState) -> Delivered:
+    def _serve(self, layer: int, pool: GroupPool, new_rows: SplitRows, step: StepState) -> SplitRows:
         on, store, hot = self._on(step), self._parts.store, self._parts.hot
         fetch = self._fetches.pop(layer, None)
         if fetch is not None:
@@ -148,14 +152,14 @@ class KernelDelivery(_KernelPlanning):
         elif step.decode_late:
             store.await_layer(layer)
         fresh = self._taken(new_rows, on)
-        self._counters.count_fetch(self._serve(layer, on, fresh, misses=fetch is None))
+        self._counters.count_fetch(self._fetch(layer, on, fresh, misses=fetch is None))
         if step.in_graph and store.writer:
             self._counters.check_copies(self._moves.write_host(store.layers[layer], fresh, on.slots))
         if layer == pool.group.owner and not step.decode_late:
             for follower in pool.group.layers[1:]:
                 self._fetches[follower] = self._lane.submit(self._prefetch, follower, on)
-        pool.unserved -= 1
-        return Delivered(hot.layers[layer], self._indices, on.tokens, on.token_rows, hot.num_slots)
+        rows: SplitRows = hot.layers[layer]
+        return rows
 
     def place(self, step: StepState) -> DeviceBatch:
         """Puts a step on the device, before a graph runs it or is captured from its layers."""
@@ -171,15 +175,15 @@ class KernelDelivery(_KernelPlanning):
         self._counters.replayed()
 
     def _prefetch(self, layer: int, on: DeviceBatch) -> None:
-        self._counters.count_fetch(self._serve(layer, on, None, misses=True))
+        self._counters.count_fetch(self._fetch(layer, on, None, misses=True))
 
-    def _serve(
+    def _fetch(
         self, layer: int, on: DeviceBatch, new_rows: SplitRows | None, *, misses: bool
     ) -> torch.Tensor:
         host, hot = self._parts.store.layers[layer], self._parts.hot.layers[layer]
-        return self._moves.fetch(host, hot, on, self._plan, new_rows, misses=misses)
+        return self._moves.fetch(host, hot, on, self._out, new_rows, misses=misses)
 
-    def join(self) -> bool:
+    def _join(self) -> bool:
         for fetch in self._fetches.values():
             self._lane.join(fetch)
         self._fetches.clear()
@@ -188,10 +192,10 @@ class KernelDelivery(_KernelPlanning):
 
     @property
     def nbytes(self) -> int:
-        return self._plan.nbytes
+        return self._out.nbytes
 
 
-class KernelCompactDelivery(_KernelPlanning):
+class KernelCompactDelivery(_KernelDelivery):
     """Compact :class:`Delivery` (see `vllm_kvoffload.sparse.compact`) with our own plan.
 
     Attention reads a layer's chosen rows in a selection; on a stream of its own they are installed in the
@@ -218,9 +222,9 @@ class KernelCompactDelivery(_KernelPlanning):
         # By layer: the event of its install, and what that reads besides the buffers.
         self._installs: dict[int, tuple[Any, SplitRows]] = {}
         self._owners = torch.arange(tokens, dtype=torch.int32, device=device)
-        self._try(self._plans[0], self._serve_nobody)
+        self._try(self._plans[0], self._serve_dummy)
 
-    def _serve_nobody(self, on: DeviceBatch) -> None:
+    def _serve_dummy(self, on: DeviceBatch) -> None:
         plan, selection = self._plans[0], self._selections[0]
         host, hot = self._parts.store.layers[0], self._parts.hot.layers[0]
         rows = self._parts.store.row_ops.zeros(len(on.tokens))
@@ -228,21 +232,20 @@ class KernelCompactDelivery(_KernelPlanning):
         self._moves.install(selection, hot, on, plan)
         self._moves.fetch(host, hot, on, plan, rows, misses=False)
 
-    def plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState) -> None:
+    def _plan(self, pool: GroupPool, chosen: torch.Tensor, step: StepState) -> PoolChoice:
         number = self._plan_number = (self._plan_number + 1) % BUFFERS
         for layer in self._plan_users[number]:
             self._await(layer)
         self._plan_users[number].clear()
         on, plan = self._on(step), self._plans[number]
-        chosen = topk.index_select(0, on.tokens)
         self._plan_group(pool, chosen, on, plan)
         self._counters.count_plan(plan)
         kinds = plan.kinds[: len(chosen), :, 0]
         found = (kinds >= ops.Kind.POOL_HIT) & (kinds <= ops.Kind.DECODE_WINDOW)
-        places = torch.arange(chosen.numel(), dtype=torch.int32, device=self._device).view(chosen.shape)
-        self._indices = places.masked_fill_(~found, -1)
+        places = torch.arange(chosen.shape[1], dtype=torch.int32, device=self._device).expand(chosen.shape)
+        return PoolChoice(places.masked_fill(~found, -1), self._owners[: len(chosen)], chosen.shape[1])
 
-    def deliver(self, layer: int, pool: GroupPool, new_rows: SplitRows, step: StepState) -> Delivered:
+    def _serve(self, layer: int, pool: GroupPool, new_rows: SplitRows, step: StepState) -> SplitRows:
         on, store, hot = self._on(step), self._parts.store, self._parts.hot.layers[layer]
         plan = self._plans[self._plan_number]
         if step.decode_late:
@@ -253,10 +256,8 @@ class KernelCompactDelivery(_KernelPlanning):
         event = self._lane.submit(self._install, layer, on, plan, fresh, selection)
         self._installs[layer] = (event, fresh)
         self._plan_users[self._plan_number].append(layer)
-        pool.unserved -= 1
-        count = len(self._indices)
-        chosen = SplitRows([part[:count] for part in selection.parts])
-        return Delivered(chosen, self._indices, on.tokens, self._owners[:count], self._indices.shape[1])
+        count = len(on.tokens)
+        return SplitRows([part[:count] for part in selection.parts])
 
     def _install(
         self, layer: int, on: DeviceBatch, plan: ops.PlanOut, new_rows: SplitRows, selection: SplitRows
@@ -279,7 +280,7 @@ class KernelCompactDelivery(_KernelPlanning):
         self._selection_users[number] = layer
         return self._selections[number]
 
-    def join(self) -> bool:
+    def _join(self) -> bool:
         for layer in list(self._installs):
             self._await(layer)
         self._counters.advance()
@@ -302,6 +303,3 @@ def device_planning(
         return kind(parts, kernels, device, topk=topk, max_query_len=queries, table_width=table_width)
 
     return DevicePlanning(device, delivery)
-
-
-_conform: tuple[type[Delivery], ...] = (KernelDelivery, KernelCompactDelivery)  # checked by mypy

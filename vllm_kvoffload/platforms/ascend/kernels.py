@@ -93,7 +93,6 @@ class DeviceBatch:
     slots: torch.Tensor
     ends: torch.Tensor
     token_rows: torch.Tensor
-    first_slots: torch.Tensor
     start_loc: torch.Tensor
     seq_lens: torch.Tensor
     rows: torch.Tensor
@@ -109,7 +108,7 @@ class StepBuffers:
     def __init__(self, tokens: int, rows: int, table_width: int, device: torch.device) -> None:
         self._width = table_width
         # The largest is last: no step transfers more of it than it needs.
-        self._ints = DeviceInts([*[tokens] * 5, rows + 1, rows, rows, rows * table_width], device)
+        self._ints = DeviceInts([*[tokens] * 4, rows + 1, rows, rows, rows * table_width], device)
 
     def fill(self, step: StepState) -> DeviceBatch:
         """Queued on the compute stream, behind everything that reads the step before."""
@@ -119,7 +118,6 @@ class StepBuffers:
             step.decode_slots,
             step.ends,
             step.token_rows,
-            step.first_slots,
             step.decode_start_loc,
             step.decode_seq_lens,
             step.decode_rows,

@@ -30,6 +30,7 @@ from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.host_pool import HostPoolLayout
 from vllm_kvoffload.sparse.manager import SparseKVManager
+from vllm_kvoffload.sparse.step import PoolChoice
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,8 +54,8 @@ class AscendOffload(WorkerOffload):
     """
 
     _memory: HostMemory
-    pool_view: tuple[torch.Tensor, Any] | None = None
-    """The last plan's indices and what attention made of them."""
+    pool_view: tuple[PoolChoice, Any] | None = None
+    """The last plan's choice, and attention's view of it."""
     graphs: DecodeGraphs | None = None
     """None where no step can run in a full graph."""
     dummy = False
@@ -168,7 +169,7 @@ class AscendOffload(WorkerOffload):
         Gives False if it has to run layer by layer: somebody waits for rows that the step writes.
         """
         if self.dummy:
-            self.manager.begin_nobody()
+            self.manager.begin_dummy_step()
         begun = self.dummy or self.enter(0, metadata)
         if self.graphs is None or not begun or not self.graphs.can_run(count):
             yield False

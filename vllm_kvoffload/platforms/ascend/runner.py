@@ -31,6 +31,7 @@ from vllm_kvoffload.platforms.ascend.shared_caches import shared_caches
 from vllm_kvoffload.platforms.parts import add_late_losses
 from vllm_kvoffload.platforms.refusal import refuse
 from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.sparse.offloaded import OffloadedKV
 
 logger = get_logger(__name__)
 
@@ -207,6 +208,6 @@ def bind_offload(impl: Any, offload: AscendOffload, layer: int) -> None:
     """
     if not isinstance(impl, KVOffloadSFAImpl):
         raise TypeError(f"layer {layer} has attention of {type(impl).__name__}, expected KVOffloadSFAImpl")
-    impl.kv = offload.manager.layer(layer)
+    impl.kv = OffloadedKV(offload.manager, layer)
     impl.offload = offload
     impl.layer_index = layer

@@ -25,6 +25,7 @@ from vllm_kvoffload.platforms.cpu.layer_loads import AwaitedKV
 from vllm_kvoffload.platforms.cpu.metadata import SparseMetadata
 from vllm_kvoffload.platforms.cpu.offload import CPUOffload
 from vllm_kvoffload.platforms.parts import add_late_losses
+from vllm_kvoffload.sparse.offloaded import OffloadedKV
 from vllm_kvoffload.sparse.paged import PagedKV
 from vllm_kvoffload.sparse.step import StepBatch
 
@@ -123,7 +124,7 @@ class KVOffloadCPUModelRunner(CPUModelRunner):
             device = None
             if offload.keep_device:
                 device = PagedKV(torch.zeros_like(layer.kv_cache))
-            layer.impl.kv = offload.manager.layer(extract_layer_index(layer.layer_name), device)
+            layer.impl.kv = OffloadedKV(offload.manager, extract_layer_index(layer.layer_name), device)
         return caches
 
     def _sparse_layers(self, caches: dict[str, torch.Tensor]) -> list[Any]:
