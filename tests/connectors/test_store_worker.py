@@ -59,9 +59,10 @@ class Pipeline:
         self.lost, self.wrong, self.given_up = {}, set(), []
         self.requests = step.requests
 
-    def fail(self, number, reason):
+    def fail(self, number, reason, wrong=True):
         self.lost[self.requests[number]] = reason
-        self.wrong.add(self.requests[number])
+        if wrong:
+            self.wrong.add(self.requests[number])
 
     def give_up(self, requests, _reason):
         self.given_up += requests
@@ -85,7 +86,7 @@ def world():
         blocks = tuple(range(done, -(-end // BLOCK)))
         hashes = HASHES[computed // BLOCK : end // BLOCK]
         worker.begin_step(
-            StoreMetadata([StoreStep(name, first, blocks, hashes, computed, 0, 0, end, end, False)])
+            StoreMetadata([StoreStep(name, name, first, blocks, hashes, computed, 0, 0, end, end, False)])
         )
         worker.end_step()
         return worker.pipeline.lost

@@ -386,6 +386,8 @@ class MemcacheStore:
         except TimeoutError as error:
             self._start().lose(f"{name}: {error}")
             raise self._unavailable() from error
+        except Exception as error:  # of the library, or of a process that can start no more threads
+            raise StoreError(f"memcache: {name}: {error!r}") from error
 
     def _check_ready(self) -> None:
         """Raises StoreError: the MetaService does not answer yet."""
@@ -393,8 +395,8 @@ class MemcacheStore:
             raise StoreError("closed in this process")
         try:
             (state,) = self._calls.run(lambda: self._client.batch_is_exist(["kvoffload"]), self._timeout_s)
-        except TimeoutError as error:
-            raise StoreError(str(error)) from error
+        except Exception as error:  # the watch tries again
+            raise StoreError(f"batch_is_exist: {error!r}") from error
         if state not in (OK, EXISTS):
             raise StoreError(f"batch_is_exist returned {explain(state)}")
 
@@ -481,6 +483,8 @@ def _start_library(
         code = patient(init)
     except TimeoutError as error:
         raise StoreUnavailableError(f"memcache: its start took more than {INIT_S:g} s: {error}") from error
+    except Exception as error:
+        raise StoreUnavailableError(f"memcache: DistributedObjectStore.init: {error!r}") from error
     if code != OK:
         raise StoreUnavailableError(
             f"memcache: DistributedObjectStore.init(device {device_id}) returned {explain(code)}; check "
