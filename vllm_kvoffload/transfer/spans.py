@@ -96,15 +96,17 @@ class _Sized(Protocol):
 class RegionTable:
     """Registered regions of one side.
 
-    Raises ValueError: a region is empty, or two overlap.
+    Raises ValueError: a region is empty, lies beyond 2**63, or two overlap.
     """
 
     def __init__(self, regions: Sequence[_Sized]) -> None:
         ordered = sorted(regions, key=lambda region: region.address)
+        if any(region.address <= 0 or region.nbytes <= 0 for region in ordered):
+            raise ValueError("a region is empty, or has no address")
+        if any(region.address + region.nbytes >= 1 << 63 for region in ordered):
+            raise ValueError("a region ends beyond 2**63")
         self._starts = np.array([region.address for region in ordered], dtype=np.int64)
         self._ends = np.array([region.address + region.nbytes for region in ordered], dtype=np.int64)
-        if np.any(self._starts <= 0) or np.any(self._ends <= self._starts):
-            raise ValueError("a region is empty, or has no address")
         clash = np.flatnonzero(self._ends[:-1] > self._starts[1:])
         if clash.size:
             first, second = ordered[int(clash[0])], ordered[int(clash[0]) + 1]
@@ -124,6 +126,7 @@ class RegionTable:
         if not len(self._starts):
             return 0
         index = np.searchsorted(self._starts, addresses, side="right") - 1
-        inside = (index >= 0) & (nbytes > 0) & (addresses + nbytes <= self._ends[np.maximum(index, 0)])
+        # An address and a length may add up to more than int64 holds; the room behind an address never does.
+        inside = (index >= 0) & (nbytes > 0) & (nbytes <= self._ends[np.maximum(index, 0)] - addresses)
         outside = np.flatnonzero(~inside)
         return int(outside[0]) if outside.size else None
