@@ -201,7 +201,8 @@ def test_hostile_spans_are_refused(engine):
         here, there = target.ctypes.data, server.base
         for span in (
             (here, there, top), (here, top, top), (top, there, top), (here + 1, there, NBYTES),
-            (here, there, 0), (here, there, -1), (-1, there, 5), (here, -top, top), (here, top - 5, 10), (here, there, -top),
+            (here, there, 0), (here, there, -1), (-1, there, 5), (here, -top, top),
+            (here, top - 5, 10), (here, there, -top),
         ):  # fmt: skip
             for spans in (Spans.of([span]), Spans.of([(here, there, 5), span])):
                 with pytest.raises(TransferError, match="not registered"):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from vllm_kvoffload.config import GIB, ConfigError
-from vllm_kvoffload.sparse.segment import HostPoolMemoryError
+from vllm_kvoffload.sparse.segment import HostPoolError, HostPoolFileError
 from vllm_kvoffload.store.base import Store
 from vllm_kvoffload.store.spans import DeviceCopies
 
@@ -55,8 +55,9 @@ def make_store(
             return LocalStore(instance, maps=role == "rank", devices=devices)
         try:
             return LocalStore(instance, int(size_gb * GIB), devices=devices)
-        except HostPoolMemoryError as error:
-            fix = "make it smaller, or free memory"
+        except HostPoolError as error:
+            wrong = isinstance(error, HostPoolFileError)
+            fix = "as it says" if wrong else "make it smaller, or free memory"
             raise ConfigError("local_dram_size_GB", size_gb, str(error), fix) from error
     if backend == "memcache":
         from vllm_kvoffload.store.memcache import MemcacheStore
