@@ -194,7 +194,7 @@ class StoreWorker:
                 names = self._names(held, number) if number not in held.pins else []
                 if attempt < len(names):
                     wanted.append((held, number, names[attempt]))
-        except ValueError as error:  # a hash that makes no key
+        except Exception as error:  # a hash that makes no key
             self._log.warning("request", f"{current.step.req_id!r:.100} has no keys: {error}")
             return []
         return wanted

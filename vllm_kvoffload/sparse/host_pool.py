@@ -22,6 +22,7 @@ from vllm_kvoffload.sparse.segment import (
     HostPoolAttachError,
     HostPoolClosedError,
     HostPoolError,
+    HostPoolFileError,
     HostPoolLayoutError,
     HostPoolMemoryError,
     SharedSegment,
@@ -33,6 +34,7 @@ __all__ = [
     "HostPoolAttachError",
     "HostPoolClosedError",
     "HostPoolError",
+    "HostPoolFileError",
     "HostPoolLayout",
     "HostPoolLayoutError",
     "HostPoolMemoryError",
@@ -150,7 +152,7 @@ class HostPool:
         """Reserve the pool's memory and give it a name. Removes what killed processes left first.
 
         `dram_limit_bytes`: from `dram_size_per_dp_GB`, compared with `layout.payload_bytes`.
-        Raises HostPoolMemoryError before or while reserving; nothing is left behind then.
+        Raises HostPoolMemoryError before or while reserving, HostPoolFileError; nothing is left behind then.
         """
         if dram_limit_bytes is not None and layout.payload_bytes > dram_limit_bytes:
             fix = "raise it, or use fewer or smaller blocks"

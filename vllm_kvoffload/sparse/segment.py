@@ -225,7 +225,10 @@ _FIXES = {
     errno.ENOSPC: "free space there, or enlarge it",
     errno.EDQUOT: "raise this user's quota there",
 }
-_NO_TMPFS = "it must be a tmpfs: mount -t tmpfs tmpfs /dev/shm"
+_FIXES |= dict.fromkeys(
+    (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR, errno.ENOSYS),
+    f"mount a tmpfs there: mount -t tmpfs tmpfs {SHM_DIR}",
+)
 
 
 @contextmanager
@@ -237,7 +240,7 @@ def _explained() -> Iterator[None]:
         name = errno.errorcode.get(error.errno or 0, "error")
         raise HostPoolFileError(
             f"the host pool's file in {SHM_DIR}: {error.strerror or error} ({name}); to fix it, "
-            f"{_FIXES.get(error.errno or 0, _NO_TMPFS)}"
+            f"{_FIXES.get(error.errno or 0, 'see the kernel log (dmesg)')}"
         ) from error
 
 
