@@ -132,9 +132,13 @@ class MemcacheStore:
         self._watch: ServiceWatch | None = None
         self._start_lock = threading.Lock()
         self._start_again_at = 0.0
-        self._probe()
-        if copies:
-            self._start()
+        try:
+            self._probe()
+            if copies:
+                self._start()
+        except BaseException:
+            self._calls.close()
+            raise
 
     def _probe(self) -> None:
         """Raises StoreUnavailableError: a service is down, for which the library's own start waits long."""
