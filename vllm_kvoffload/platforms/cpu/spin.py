@@ -4,10 +4,10 @@ By default a reader of vLLM's message queue spins for a second after every messa
 platform the cores it spins on are those that models compute on: while a decode engine waits for KV, its two
 spinning processes can keep a prefill engine on the same machine from running at all. Here it parks sooner.
 
-A parked reader may never be woken: the notification is a PUB message behind a high water mark of 1, and libzmq,
-which looks for room only about once a millisecond, drops the second of two messages that are sent in a moment. The
-message itself is in shared memory, where the reader looks again after a while: 5 s in vLLM, whose readers hardly
-ever park in the middle of work. Here they do in every step, and so look again sooner, too.
+A parked reader isn't always woken: the notification is a PUB message behind a high water mark of 1, and
+libzmq, which looks for room only about once a millisecond, drops the second of two in quick succession. The
+message itself is in shared memory, where the reader looks again after a while: 5 s in vLLM, whose readers
+hardly ever park in the middle of work. Here they do in almost every step, and so look again sooner, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.distributed.device_communicators import shm_broadcast
 
 SPIN_S = 0.001
 RECHECK_MS = 20
-"""What a lost notification costs at most. Looking 50 times a second is 0.3 % of a core for a parked reader."""
+"""What a lost notification costs at most. Looking that often costs a parked reader 0.3 % of a core."""
 
 
 def shorten_spinning() -> None:
