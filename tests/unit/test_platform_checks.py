@@ -92,8 +92,32 @@ def test_a_model_without_an_indexer_is_refused(tmp_path: Path) -> None:
         configure(build_checkpoint(tmp_path / "mla", MODELS["mla"]), OFFLOAD)
 
 
-def test_without_offload_nothing_is_checked(checkpoint: Path) -> None:
+def test_without_offload_nothing_of_it_is_checked(checkpoint: Path) -> None:
     configure(checkpoint, {"enabled": False}, num_gpu_blocks_override=1 << 20)
+
+
+@pytest.mark.parametrize("model", ["glm-tiny", "mla"])
+def test_what_vllm_lacks_without_triton_is_refused(tmp_path: Path, model: str) -> None:
+    from vllm_kvoffload.platforms.refusal import StartupRefusedError
+
+    with pytest.raises(StartupRefusedError, match=r"enable_lora=True: .*Triton.*Fix: "):
+        configure(build_checkpoint(tmp_path / model, MODELS[model]), {"enabled": False}, enable_lora=True)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "bfloat16"])
+def test_a_cache_of_another_type_is_refused(checkpoint: Path, dtype: str) -> None:
+    from vllm_kvoffload.platforms.refusal import StartupRefusedError
+
+    with pytest.raises(StartupRefusedError, match=f"kv_cache_dtype='{dtype}': .*own type.*Fix: "):
+        configure(checkpoint, {"enabled": False}, kv_cache_dtype=dtype)
+
+
+def test_other_models_get_the_worker_that_survives_their_requests(tmp_path: Path) -> None:
+    from vllm_kvoffload.platforms.cpu.sampling import SoundCPUWorker
+
+    config = configure(build_checkpoint(tmp_path / "mla", MODELS["mla"]), {"enabled": False})
+    path = f"{SoundCPUWorker.__module__}.{SoundCPUWorker.__qualname__}"
+    assert config.parallel_config.worker_cls == path
 
 
 def store(**extra: Any) -> dict[str, Any]:

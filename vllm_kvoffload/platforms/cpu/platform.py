@@ -11,6 +11,7 @@ import os
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.platforms.cpu import CpuPlatform
 
 from vllm_kvoffload.config import GIB, SECTION, ConfigError, SparseOffloadConfig, validate_sparse_offload
@@ -75,6 +76,7 @@ class KVOffloadCpuPlatform(CpuPlatform):
                 vllm_config.parallel_config.worker_cls = PLAIN_WORKER
             super().check_and_update_config(vllm_config)
             return
+        check_cache_dtype(vllm_config)
         # vLLM's dense CPU MLA kernel forces its block size and refuses chunked prefill and prefix
         # caching. The sparse path has none of these limits: the user's choice is put back.
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
@@ -105,6 +107,18 @@ def check_lora(vllm_config: VllmConfig) -> None:
     if vllm_config.lora_config is not None and not HAS_TRITON:
         rule = "vLLM's LoRA kernels need Triton, which this CPU installation doesn't have"
         refuse(ConfigError("enable_lora", True, rule, "leave --enable-lora out, or merge the adapter"))
+
+
+def check_cache_dtype(vllm_config: VllmConfig) -> None:
+    """Refuses a KV cache of another type than the model's, which sparse attention on CPU can't read.
+
+    Raises:
+        StartupRefusedError: one line with key, value, rule and fix.
+    """
+    cache_dtype, dtype = str(vllm_config.cache_config.cache_dtype), vllm_config.model_config.dtype
+    if cache_dtype != "auto" and getattr(torch, cache_dtype, None) != dtype:
+        rule = f"on CPU a DSA model's KV cache has the model's own type, {dtype}"
+        refuse(ConfigError("kv_cache_dtype", cache_dtype, rule, "set --kv-cache-dtype auto"))
 
 
 def shares_buffers(vllm_config: VllmConfig) -> bool:

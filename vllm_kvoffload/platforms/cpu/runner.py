@@ -162,7 +162,7 @@ class KVOffloadCPUModelRunner(SoundCPUModelRunner):
             self.offload.publish()
         return output
 
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # vLLM decorates it
         output = super().sample_tokens(*args, **kwargs)  # drafts, too
         add_late_losses(output)
         if self.offload is not None:
