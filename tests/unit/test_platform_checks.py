@@ -96,12 +96,26 @@ def test_without_offload_nothing_of_it_is_checked(checkpoint: Path) -> None:
     configure(checkpoint, {"enabled": False}, num_gpu_blocks_override=1 << 20)
 
 
-@pytest.mark.parametrize("model", ["glm-tiny", "mla"])
-def test_what_vllm_lacks_without_triton_is_refused(tmp_path: Path, model: str) -> None:
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.5]}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "expected"),
+    [
+        ("glm-tiny", {"enable_lora": True}, r"enable_lora=True: .*Triton"),
+        ("mla", {"enable_lora": True}, r"enable_lora=True: .*Triton"),
+        ("mla", {"speculative_config": {**NGRAM, "method": "ngram_gpu"}}, r"method='ngram_gpu': .*CPU"),
+        ("glm-tiny", {"speculative_config": {**NGRAM, **SYNTHETIC}}, r"method='synthetic': .*CPU"),
+    ],
+)
+def test_what_vllm_has_no_cpu_kernels_for_is_refused(
+    tmp_path: Path, model: str, options: dict[str, Any], expected: str
+) -> None:
     from vllm_kvoffload.platforms.refusal import StartupRefusedError
 
-    with pytest.raises(StartupRefusedError, match=r"enable_lora=True: .*Triton.*Fix: "):
-        configure(build_checkpoint(tmp_path / model, MODELS[model]), {"enabled": False}, enable_lora=True)
+    with pytest.raises(StartupRefusedError, match=expected):
+        configure(build_checkpoint(tmp_path / model, MODELS[model]), {"enabled": False}, **options)
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "bfloat16"])
@@ -110,6 +124,14 @@ def test_a_cache_of_another_type_is_refused(checkpoint: Path, dtype: str) -> Non
 
     with pytest.raises(StartupRefusedError, match=f"kv_cache_dtype='{dtype}': .*own type.*Fix: "):
         configure(checkpoint, {"enabled": False}, kv_cache_dtype=dtype)
+
+
+def test_another_model_runner_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_kvoffload.platforms.refusal import StartupRefusedError
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(StartupRefusedError, match=r"VLLM_USE_V2_MODEL_RUNNER=True: .*Fix: "):
+        configure(checkpoint, {"enabled": False})
 
 
 def test_other_models_get_the_worker_that_survives_their_requests(tmp_path: Path) -> None:

