@@ -105,6 +105,7 @@ SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates
     [
         ("glm-tiny", {"enable_lora": True}, r"enable_lora=True: .*Triton"),
         ("mla", {"enable_lora": True}, r"enable_lora=True: .*Triton"),
+        ("glm-tiny", {"kv_offloading_size": 1.0}, r"kv_offloading_size=1.0: .*GPU"),
         ("mla", {"speculative_config": {**NGRAM, "method": "ngram_gpu"}}, r"method='ngram_gpu': .*CPU"),
         ("glm-tiny", {"speculative_config": {**NGRAM, **SYNTHETIC}}, r"method='synthetic': .*CPU"),
     ],

@@ -97,13 +97,17 @@ class KVOffloadCpuPlatform(CpuPlatform):
 
 
 def check_kernels(vllm_config: VllmConfig) -> None:
-    """Refuses options for which vLLM's CPU build, without Triton, has no kernels.
+    """Refuses options that vLLM's CPU build, or one without Triton, has no code for.
 
     Raises:
         StartupRefusedError: one line with key, value, rule and fix.
     """
     from vllm.triton_utils import HAS_TRITON
 
+    size = vllm_config.cache_config.kv_offloading_size
+    if size is not None:
+        rule = "vLLM's own KV offloading moves KV between a GPU and memory"
+        refuse(ConfigError("kv_offloading_size", size, rule, "leave it out"))
     if HAS_TRITON:
         return
     if vllm_config.lora_config is not None:
