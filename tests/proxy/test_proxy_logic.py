@@ -108,6 +108,19 @@ def test_a_prefill_request_makes_one_token_at_once(body: dict[str, Any]) -> None
     assert ("n" in made) == ("n" in body)
 
 
+def test_nothing_shapes_the_token_of_a_prefill_request() -> None:
+    """Else a seed, a grammar or a stop word could hurt a prefill engine, for a token that is not read."""
+    penalties = dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), 1)
+    choices = dict.fromkeys(("top_p", "top_k", "min_p", "seed", "logit_bias", "use_beam_search"), 1)
+    words = dict.fromkeys(
+        ("allowed_token_ids", "bad_words", "stop_token_ids", "stop", "structured_outputs"), 1
+    )
+    made = prefill_body({"prompt": "a", "temperature": 0.7, **penalties, **choices, **words}, {})
+    assert set(made) == {"prompt", *ALWAYS, "kv_transfer_params"}
+    assert made["temperature"] == 0
+    assert prefill_body({"prompt": "a"}, {})["temperature"] == 0  # else vLLM takes the model's own default
+
+
 def test_what_shapes_the_prompt_stays() -> None:
     shaping = ("messages", "tools", "tool_choice", "response_format", "chat_template_kwargs", "cache_salt")
     body = {key: [key] for key in (*shaping, "truncate_prompt_tokens", "add_special_tokens")}

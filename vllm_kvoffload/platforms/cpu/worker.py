@@ -26,8 +26,6 @@ class KVOffloadCPUWorker(CPUWorker):
 
     def init_device(self) -> None:
         super().init_device()  # type: ignore[no-untyped-call]
-        if self.use_v2_model_runner:
-            raise NotImplementedError("vllm-kvoffload needs Model Runner V1: unset VLLM_USE_V2_MODEL_RUNNER")
         if self.rank == 0:
             logger.info("%s", model_geometry(self.vllm_config).describe())
         # vLLM's worker has no hook for the class, so its own runner, still without a model, is replaced.
