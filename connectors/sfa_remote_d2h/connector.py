@@ -99,7 +99,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         vllm_config, config = self._vllm_config, self._config
         layout = Layout.of(kv_caches, self._num_blocks)
         model = vllm_config.model_config
-        digest = layout.digest(model.hf_text_config, model.dtype, self._block_size)
+        facts = layout.facts(model.hf_text_config, model.dtype, self._block_size)
         tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         role = "prefill" if config.producer else "decode"
         device_id = tp_rank
@@ -117,7 +117,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             self._producer = PrefillWorker(
                 engine,
                 layout,
-                digest,
+                facts,
                 engine_id=str(self._kv_transfer_config.engine_id),
                 tp_size=tp_size,
                 tp_rank=tp_rank,
@@ -132,7 +132,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         self._consumer = DecodeWorker(
             engine,
             layout,
-            digest,
+            facts,
             host=get_ip(),
             port=port,
             tp_size=tp_size,
