@@ -39,7 +39,7 @@ class Connection:
 
 class ConnectionGate:
     """Follows a listening socket's connections by their descriptors, which libzmq names in its events and
-    with every frame. It never closes one, since they are libzmq's: it shuts them down, and libzmq closes them.
+    with every frame. It closes none, since they are libzmq's: it shuts them down, and libzmq closes them.
 
     Args:
         listener: bound or not. port: where it listens, known once it is bound.

@@ -294,17 +294,22 @@ class Consumer:
             self._bound_early(message.session)
         pull.heard_at = now
         reason = pull.take(message, self._peers[message.session].hello.num_blocks, self._num_layers)
-        holder = self._holder(pull)
+        holder = self._holder(pull) or self._waiting_for(message)
         if reason and holder is not None:
             self._lose(
                 now, holder, ReceiveFailure.MISMATCH, f"prefill published what can't be: {reason}", 0.0
             )
-        elif reason:
+        if reason and key not in self._gone:
             self._give_up(pull, reason)
-        else:
+        if not reason:
             req_id = self._named.get(message.request)
             if req_id is not None:
                 self._advance(now, self._requests[req_id])
+
+    def _waiting_for(self, message: Publish) -> Pending | None:
+        pending = self._requests.get(self._named.get(message.request, ""))
+        waits = pending is not None and pending.phase is Phase.WAITING
+        return pending if waits and pending is not None and pending.order.prompt == message.prompt else None
 
     def _bound_early(self, session: str) -> None:
         early = [pull for pull in self._early.values() if pull.session == session]
