@@ -247,10 +247,11 @@ def decode_to_prefill(frame: bytes) -> ToPrefill:
 def _checked(frame: bytes, decoder: msgspec.msgpack.Decoder[_Message]) -> _Message:
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(f"a frame of {len(frame)} bytes, at most {MAX_FRAME_BYTES} are allowed")
-    if not frame or frame[0] != VERSION:
-        found = frame[0] if frame else "an empty frame"
+    if not frame:
+        raise WireError("an empty frame")
+    if frame[0] != VERSION:
         raise VersionError(
-            f"protocol version {found}, this side speaks {VERSION}: both need the same release"
+            f"protocol version {frame[0]}, this side speaks {VERSION}: both need the same release"
         )
     try:
         return decoder.decode(frame[1:])

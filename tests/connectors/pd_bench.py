@@ -133,21 +133,12 @@ class Bench:
     def compute(self, req_id, chunks, num_blocks, whole=True, **address):
         """Prefill computes these chunks; `whole`: and is through with the request then."""
         start = 0
-        target = metadata.Target(
-            **{"host": HOST, "port": self.port, "tp_size": 1, "secret": self.secret, **address}
-        )
+        address = {"host": HOST, "port": self.port, "tp_size": 1, "secret": self.secret, **address}
+        target, prompt = metadata.Target(**address), prompt_digest([1])
         for number, blocks in enumerate(chunks):
             final = whole and number == len(chunks) - 1
             step = metadata.PrefillStep(
-                req_id,
-                req_id,
-                target,
-                prompt_digest([1]),
-                num_blocks,
-                number == 0,
-                start,
-                tuple(blocks),
-                final,
+                req_id, req_id, target, prompt, num_blocks, number == 0, start, tuple(blocks), final
             )
             self.prefill.begin_step(metadata.PrefillMetadata([step]))
             for layer in range(LAYERS):
