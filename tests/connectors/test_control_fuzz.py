@@ -296,6 +296,7 @@ class DecodeRig(Rig):
 
     def check(self):
         consumer = self.worker.consumer
+        self.worker._carry_out()
         assert self.worker.errors == 0
         for req_id, born in self.born.items():
             assert self.clock.now - born <= LIMITS.request_s + 1.0, req_id
