@@ -36,7 +36,6 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     Beat,
     BeatAck,
     Cancel,
-    Chunk,
     Closed,
     Declined,
     Finish,
@@ -366,7 +365,7 @@ class Consumer:
             others = [self._peers[other.session].hello.engine_id for other in pending.pulls.values()]
             if any(engine != peer.hello.engine_id for engine in others) or peer.member in pending.pulls:
                 continue  # of another attempt: its turn comes when this one is lost
-            reason = self._unfit(pull, pending.order)
+            reason = pull.unfit(pending.order)
             if reason:
                 self._give_up(pull, reason)
                 continue
@@ -379,13 +378,6 @@ class Consumer:
 
     def _ratio(self, pending: Pending) -> int:
         return next(self._peers[pull.session].ratio for pull in pending.pulls.values())
-
-    def _unfit(self, pull: Pull, order: Receive) -> str:
-        if pull.publish.prompt != order.prompt:
-            return "another prompt"
-        if pull.publish.num_blocks != len(order.blocks):
-            return f"{pull.publish.num_blocks} blocks published, {len(order.blocks)} expected"
-        return ""
 
     def _busy(self, pending: Pending) -> bool:
         return any(req_id == pending.order.req_id for req_id, _ in self._reads.values())
@@ -417,16 +409,12 @@ class Consumer:
             chunk = pull.chunks[pull.read_chunks]
             if pull.read_layers >= min(chunk.layers, self._num_layers):
                 break
-            pairs = self._pairs(pending.order, pull, chunk)
-            if pairs is None:
-                reason = f"prefill published blocks that can't be: {chunk.start}"
-                self._lose(now, pending, ReceiveFailure.MISMATCH, reason, 0.0)
-                return
+            pairs = pull.pairs(pending.order, chunk)
             layers = range(pull.read_layers, min(chunk.layers, self._num_layers))
             if self._order(pending, pull, layers, pairs):
                 return
         if pull.complete and pull.read_chunks == len(pull.chunks) and pull.finish_at is None:
-            if not self._covers(pending.order, pull):
+            if not pull.covers(pending.order):
                 self._lose(now, pending, ReceiveFailure.MISMATCH, "prefill published too few blocks", 0.0)
                 return
             self._say_finish(now, pull)
@@ -447,23 +435,6 @@ class Consumer:
         self._reads[number] = (pending.order.req_id, pull)
         self.orders.append(ReadOrder(number, pull.session, pending.order.req_id, layers, main, indexer))
         return True
-
-    def _pairs(self, order: Receive, pull: Pull, chunk: Chunk) -> list[tuple[int, int, int]] | None:
-        """(block number in the request, block here, block on prefill); None if the chunk doesn't fit."""
-        there = self._peers[pull.session].hello.num_blocks
-        if chunk.start < 0 or chunk.start + len(chunk.blocks) > len(order.blocks):
-            return None
-        if not all(0 <= block < there for block in chunk.blocks):
-            return None
-        numbered = enumerate(chunk.blocks, chunk.start)
-        return [
-            (number, order.blocks[number], theirs) for number, theirs in numbered if number >= order.first
-        ]
-
-    def _covers(self, order: Receive, pull: Pull) -> bool:
-        """Whether the chunks have every wanted block."""
-        have = {n for chunk in pull.chunks for n in range(chunk.start, chunk.start + len(chunk.blocks))}
-        return have >= set(range(order.first, len(order.blocks)))
 
     def _shares(
         self, peer: Peer, pairs: Sequence[tuple[int, int, int]]
@@ -594,7 +565,9 @@ class Consumer:
         pulls = [pull for pending in self._requests.values() for pull in pending.pulls.values()]
         for pull in [*pulls, *self._early.values()]:
             if not pull.finished:
-                entries.setdefault(pull.session, []).append((pull.publish.transfer, *self._known(pull)))
+                entries.setdefault(pull.session, []).append(
+                    (pull.publish.transfer, *pull.known(self._num_layers))
+                )
                 self._tell_progress(pull, again=True)
         for session, lines in entries.items():
             for part in parts(lines):
@@ -608,13 +581,6 @@ class Consumer:
         pull.told = read
         entry = (pull.publish.transfer, *read)
         self._send(pull.session, Progress(self.session, pull.session, (entry,)))
-
-    def _known(self, pull: Pull) -> tuple[int, int]:
-        """Chunks known up to the first whose layers are not all known, and the layers of that one."""
-        for index, chunk in enumerate(pull.chunks):
-            if chunk.layers < self._num_layers:
-                return index + 1, chunk.layers
-        return len(pull.chunks), self._num_layers if pull.chunks else 0
 
     # ------------------------------------------------------------------------------------------------ parts
 

@@ -155,6 +155,33 @@ class Pull:
             return f"block {max(taken)} of {blocks_there}"
         return ""
 
+    def unfit(self, order: Receive) -> str:
+        """Why it is not for a request of the same id, "" if it is."""
+        if self.publish.prompt != order.prompt:
+            return "another prompt"
+        if self.publish.num_blocks != len(order.blocks):
+            return f"{self.publish.num_blocks} blocks published, {len(order.blocks)} expected"
+        return ""
+
+    def pairs(self, order: Receive, chunk: Chunk) -> list[tuple[int, int, int]]:
+        """(block number in the request, block here, block on prefill) of what is wanted of a chunk."""
+        numbered = enumerate(chunk.blocks, chunk.start)
+        return [
+            (number, order.blocks[number], theirs) for number, theirs in numbered if number >= order.first
+        ]
+
+    def covers(self, order: Receive) -> bool:
+        """Whether the chunks have every wanted block."""
+        have = {n for chunk in self.chunks for n in range(chunk.start, chunk.start + len(chunk.blocks))}
+        return have >= set(range(order.first, len(order.blocks)))
+
+    def known(self, num_layers: int) -> tuple[int, int]:
+        """Chunks known up to the first whose layers are not all known, and the layers of that one."""
+        for index, chunk in enumerate(self.chunks):
+            if chunk.layers < num_layers:
+                return index + 1, chunk.layers
+        return len(self.chunks), num_layers if self.chunks else 0
+
     @property
     def key(self) -> tuple[str, int]:
         """Session and number."""
