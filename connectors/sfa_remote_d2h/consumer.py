@@ -372,12 +372,10 @@ class Consumer:
             self._held[pull.key] = pending.order.req_id
             del self._early[pull.key]
             pending.pulls[peer.member] = pull
-        if pending.pulls and len(pending.pulls) == self._ratio(pending):
+        ratios = {self._peers[pull.session].ratio for pull in pending.pulls.values()}
+        if ratios == {len(pending.pulls)}:
             pending.phase, pending.reason = Phase.READING, ""
             pending.attempts += 1
-
-    def _ratio(self, pending: Pending) -> int:
-        return next(self._peers[pull.session].ratio for pull in pending.pulls.values())
 
     def _busy(self, pending: Pending) -> bool:
         return any(req_id == pending.order.req_id for req_id, _ in self._reads.values())
