@@ -56,4 +56,6 @@ def shown(value: object) -> str:
         return repr(value)
     if isinstance(value, int):
         return repr(value) if value.bit_length() <= 128 else f"an integer of {value.bit_length()} bits"
-    return {dict: "an object", list: "a list"}.get(type(value), f"a {type(value).__name__}")
+    if isinstance(value, dict):
+        return "an object"
+    return "a list" if isinstance(value, list) else f"a {type(value).__name__}"

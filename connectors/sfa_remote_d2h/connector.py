@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
@@ -15,15 +18,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.utils.network_utils import get_ip
 
 from vllm_kvoffload.connectors.device import current_npu
+from vllm_kvoffload.connectors.guard import RequestGuard
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import RemoteD2HConfig, parse_remote_d2h
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout, layer_index
-from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import DecodeMetadata, PrefillMetadata
+from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import (
+    DecodeMetadata,
+    LayoutMetadata,
+    PrefillMetadata,
+    ReceiveReport,
+)
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure, Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.ports import check_ports, control_port
 from vllm_kvoffload.connectors.sfa_remote_d2h.scheduler import DecodeScheduler, PrefillScheduler
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_d import DecodeWorker, Results
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_p import PrefillWorker
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import DECODE, PREFILL, StatsChannel
+from vllm_kvoffload.metrics.fields import ReceiveFailure
 from vllm_kvoffload.runtime.base import Event, Stream
 from vllm_kvoffload.runtime.npu import compute_stream
 from vllm_kvoffload.transfer import make_engine
@@ -46,11 +57,29 @@ def connector_config(vllm_config: VllmConfig) -> RemoteD2HConfig:
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     device = "cpu" if current_npu() is None else "npu"
-    config = parse_remote_d2h(transfer.kv_role, transfer.kv_port, transfer.kv_connector_extra_config, device)
     parallel = vllm_config.parallel_config
+    config = parse_remote_d2h(
+        transfer.kv_role,
+        transfer.kv_port,
+        transfer.kv_connector_extra_config,
+        device,
+        told_hosts(vllm_config),
+    )
     if not config.producer:
         check_ports(config.kv_port, parallel.data_parallel_size, parallel.tensor_parallel_size)
     return config
+
+
+def told_hosts(vllm_config: VllmConfig) -> list[object]:
+    """Hosts that the engine knows by its configuration, loopback aside: those of its own deployment."""
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    return [
+        get_ip(),
+        socket.gethostname(),
+        getattr(transfer, "kv_ip", None),
+        getattr(parallel, "data_parallel_master_ip", None),
+        getattr(parallel, "master_addr", None),
+    ]
 
 
 class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
@@ -70,6 +99,11 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         self._producer: PrefillWorker | None = None
         self._consumer: DecodeWorker | None = None
         self._results = Results()
+        self._guard = RequestGuard()
+        self._digest = ""
+        self._unstarted: set[str] = set()  # receives that the worker could not take
+        self._unstarted_blocks: set[int] = set()
+        self._failures: dict[str, Failure] = {}  # of the current step
         self._idle = False  # the current step computes nothing
         self._progress = False
         self._late_layer: int | None = None
@@ -80,7 +114,8 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
     def _make_scheduler(self, vllm_config: VllmConfig) -> None:
         parallel = vllm_config.parallel_config
         if self._config.producer:
-            self._prefill = PrefillScheduler(self._block_size, parallel.tensor_parallel_size)
+            hosts = self._config.decode_hosts
+            self._prefill = PrefillScheduler(self._block_size, parallel.tensor_parallel_size, hosts)
             return
         tp_size = parallel.tensor_parallel_size
         address = {
@@ -100,6 +135,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         layout = Layout.of(kv_caches, self._num_blocks)
         model = vllm_config.model_config
         facts = layout.facts(model.hf_text_config, model.dtype, self._block_size)
+        self._digest = layout.digest(model.hf_text_config, model.dtype, self._block_size)
         tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         role = "prefill" if config.producer else "decode"
         device_id = tp_rank
@@ -122,6 +158,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
                 tp_size=tp_size,
                 tp_rank=tp_rank,
                 limits=config.limits,
+                control_key=config.control_key,
                 progress=self._progress,
                 channel=channel,
             )
@@ -138,6 +175,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             tp_size=tp_size,
             tp_rank=tp_rank,
             limits=config.limits,
+            control_key=config.control_key,
             channel=channel,
         )
         self._consumer.start()
@@ -174,9 +212,37 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         # Not in start_load_kv: that comes after the forward pass, and prefill may be quicker than it.
         if self._producer is not None and isinstance(connector_metadata, PrefillMetadata):
-            self._producer.begin_step(connector_metadata)
+            self._begin_hand_overs(self._producer, connector_metadata)
         if self._consumer is not None and isinstance(connector_metadata, DecodeMetadata):
-            self._consumer.begin_step(connector_metadata)
+            self._begin_receives(self._consumer, connector_metadata)
+
+    def _begin_hand_overs(self, producer: PrefillWorker, metadata: PrefillMetadata) -> None:
+        def without(reason: str) -> None:
+            producer.give_up([step.req_id for step in metadata.steps], reason, retry=False)
+            producer.begin_step(PrefillMetadata(held=metadata.held))
+
+        begin = partial(producer.begin_step, metadata)
+        self._guard.run(
+            " ".join(step.req_id for step in metadata.steps), "bind_connector_metadata", begin, without
+        )
+
+    def _begin_receives(self, consumer: DecodeWorker, metadata: DecodeMetadata) -> None:
+        consumer.use_secret(metadata.secret)
+        secret = metadata.secret
+        for order in metadata.receives:
+            begin = partial(consumer.begin_step, DecodeMetadata([order], [], secret))
+            lose = partial(self._lose, consumer, order)
+            self._guard.run(order.req_id, "bind_connector_metadata", begin, lose)
+        for answer in metadata.answered:
+            begin = partial(consumer.begin_step, DecodeMetadata([], [answer], secret))
+            self._guard.run(answer[0], "bind_connector_metadata", begin, lambda _: None)
+
+    def _lose(self, worker: DecodeWorker, order: Receive, reason: str) -> None:
+        """A receive that the worker does not know ends here; one that it knows by its own deadlines."""
+        if order.req_id not in worker.consumer.live:
+            self._unstarted.add(order.req_id)
+            self._unstarted_blocks.update(order.wanted)
+            self._failures[order.req_id] = Failure(reason, ReceiveFailure.RENDEZVOUS.value)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Loads have begun when the step's metadata came."""
@@ -212,12 +278,25 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             return self._producer.take_free(self._idle), None
         if self._consumer is not None:
             self._results = self._consumer.finish_step(finished_req_ids, self._idle)
+            self._results.done |= self._unstarted
+            self._results.failed_blocks |= self._unstarted_blocks
+            self._failures |= self._results.failures
+            self._unstarted, self._unstarted_blocks = set(), set()
             return None, self._results.done
         return None, None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._results.failed_blocks = self._results.failed_blocks, set()
         return failed
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Decode's layout, for its scheduler half. Prefill's travels in its `Hello`."""
+        return None if self._consumer is None else LayoutMetadata(self._digest)
+
+    def build_connector_worker_meta(self) -> ReceiveReport | None:
+        """Why requests of this step were not received."""
+        failures, self._failures = self._failures, {}
+        return ReceiveReport(failures) if failures else None
 
     def shutdown(self) -> None:
         for part in (self._producer, self._consumer):
@@ -250,8 +329,32 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         return self._decode.metadata()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if self._prefill is not None and connector_output.invalid_block_ids:
-            self._prefill.lost(connector_output.invalid_block_ids)
+        if self._prefill is not None:
+            self._prefill.reported(connector_output.finished_sending or ())
+            if connector_output.invalid_block_ids:
+                self._prefill.lost(connector_output.invalid_block_ids)
+        if self._decode is not None:
+            report = getattr(connector_output, "kv_connector_worker_meta", None)
+            if isinstance(report, ReceiveReport):
+                self._decode.failed(report.failures)
+            self._decode.reported(connector_output.finished_recving or ())
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """What the workers' halves know of their caches: the same on every rank."""
+        for found in metadata.values():
+            if self._decode is not None and isinstance(found, LayoutMetadata):
+                self._decode.use_layout(found.digest)
+
+    def has_pending_push_work(self) -> bool:
+        """Only a step gives back the blocks that are kept for decode: without requests it takes some, too."""
+        return self._prefill is not None and self._prefill.keeps
+
+    def reset_cache(self) -> bool:
+        """No KV is kept here but what is on its way to decode: False while some of that, which was computed
+        before, could still be read. That is over within a lease of decode's last word."""
+        if self._prefill is not None:
+            return self._prefill.reset()
+        return self._decode is not None and self._decode.reset()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._prefill is not None:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+)
 
-from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Receive
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure, Receive
+from vllm_kvoffload.metrics.fields import ReceiveFailure
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+except ImportError:  # an older vLLM never asks for it: no failure notices then
+    KVConnectorWorkerMetadata = object  # type: ignore[assignment, misc]
 
 
 @dataclass(frozen=True)
@@ -19,7 +28,7 @@ class Target:
     host: str
     port: int
     tp_size: int
-    secret: str = ""
+    secret: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
@@ -68,4 +77,27 @@ class DecodeMetadata(KVConnectorMetadata):
 
     receives: list[Receive] = field(default_factory=list)
     answered: list[tuple[str, str]] = field(default_factory=list)
-    secret: str = ""
+    secret: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True)
+class LayoutMetadata(KVConnectorHandshakeMetadata):
+    """What the worker's half knows when the caches are there, and the scheduler's half tells prefill."""
+
+    digest: str
+
+
+@dataclass
+class ReceiveReport(KVConnectorWorkerMetadata):
+    """Why requests were not received, by request id: what one rank, or several, say of a step."""
+
+    failures: dict[str, Failure]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> ReceiveReport:
+        """Another rank's report joins; of two reasons for one request a mismatch says more."""
+        assert isinstance(other, ReceiveReport)
+        failures = dict(self.failures)
+        for req_id, failure in other.failures.items():
+            if req_id not in failures or failure.failure == ReceiveFailure.MISMATCH:
+                failures[req_id] = failure
+        return ReceiveReport(failures)
