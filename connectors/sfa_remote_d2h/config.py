@@ -60,17 +60,17 @@ class RemoteD2HConfig:
     """Options of one engine.
 
     metaserver_hosts: that decode may post to. decode_hosts: that prefill may hand requests over to.
-    control_key: 64 hex characters that both sides share; "" for none, which leaves control messages readable.
+    control_key: 64 hex characters that both sides share; None leaves control messages readable.
     """
 
     transfer_backend: str
     producer: bool
     kv_port: int
+    metaserver_hosts: HostList
+    decode_hosts: HostList
+    control_key: str | None = field(repr=False)
     use_layerwise: bool = True
     limits: Limits = Limits()
-    metaserver_hosts: HostList = HostList("metaserver_hosts")
-    decode_hosts: HostList = HostList("decode_hosts")
-    control_key: str = field(default="", repr=False)
 
 
 def parse_remote_d2h(
@@ -153,11 +153,11 @@ CONTROL_KEY_CHARACTERS = 64
 _MAKE_KEY = "make one with `kvoffload control-key FILE`, and give both sides a copy of it"
 
 
-def read_control_key(path: object) -> str:
-    """The key in a file that its owner alone may read; "" without a path. Raises ConfigError."""
+def read_control_key(path: object) -> str | None:
+    """The key in a file that its owner alone may read; None without a path. Raises ConfigError."""
     key = f"{EXTRA}.control_key_file"
     if path is None:
-        return ""
+        return None
     if not isinstance(path, str) or not path or "\0" in path:
         raise ConfigError(key, path, "must be the path of a file", _MAKE_KEY)
     try:

@@ -1,4 +1,4 @@
-"""What `kv_transfer_params` ask for. Anyone may have written them: they are read into values of known types."""
+"""What `kv_transfer_params` ask for. Anyone may have written them: they become values of known types."""
 
 from __future__ import annotations
 

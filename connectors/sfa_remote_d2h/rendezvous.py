@@ -1,7 +1,7 @@
 """Decode's posts to the proxy: where a request is to be sent to, and why one could not be received.
 
-One thread with an event loop, for any number of posts. The proxy answers a rendezvous when prefill is through,
-so posts last; none may block the scheduler or another post.
+One thread with an event loop, for any number of posts. The proxy answers a rendezvous when prefill is
+through, so posts last; none may block the scheduler or another post.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Rendezvous:
         return error
 
     def _make_session(self) -> Any:
-        """A server can cost a connection until the deadline, and no more: only the head of its answer counts."""
+        """A server costs at most a connection until the deadline: only the head of its answer counts."""
         import aiohttp
 
         most = min(MAX_CONNECTIONS, max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))

@@ -59,8 +59,8 @@ class Asked:
 class DecodeScheduler:
     """Decode: asks for the whole prompt but for what is cached, and tells the proxy.
 
-    A request whose parameters can't be followed is *refused*: it goes the way of one whose KV did not come, so
-    that its blocks are never attended to, and vLLM's `kv_load_failure_policy` applies.
+    A request whose parameters can't be followed is *refused*: it goes the way of one whose KV did not come,
+    so that its blocks are never attended to, and vLLM's `kv_load_failure_policy` applies.
 
     Args:
         address: what prefill is told about this engine: fields of the rendezvous.

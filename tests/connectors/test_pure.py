@@ -22,7 +22,6 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.ports import (
     owner,
     tp_ratio,
 )
-from vllm_kvoffload.connectors.sfa_remote_d2h.rendezvous import RendezvousError, check_url
 from vllm_kvoffload.transfer import Region
 
 LAYER = wire.LayerLayout(0, ((4096, 64, 64),), ())
@@ -264,6 +263,12 @@ def test_the_documented_options_are_accepted():
         ("kv_consumer", {**EXTRA, "lease_s": 0}, "cpu", "lease_s=0: must be seconds"),
         ("kv_consumer", {**EXTRA, "request_s": True}, "cpu", "request_s=True"),
         ("kv_consumer", {**EXTRA, "metaserver_hosts": "proxy"}, "cpu", "must be a list"),
+        ("kv_consumer", {**EXTRA, "metaserver_hosts": []}, "cpu", "must be a list"),
+        ("kv_producer", {**EXTRA, "decode_hosts": ["*", "a"]}, "cpu", "'*' is neither a host name"),
+        ("kv_producer", {**EXTRA, "decode_hosts": ["10.0.0.0/99"]}, "cpu", "nor a network"),
+        ("kv_producer", {**EXTRA, "control_key_file": 5}, "cpu", "must be the path of a file"),
+        ("kv_producer", {**EXTRA, "control_key_file": "/no/such"}, "cpu", "can't be read: No such file"),
+        ("kv_producer", {**EXTRA, "control_key_file": "/dev/null"}, "cpu", "is no file"),
     ],
 )
 def test_bad_options_name_key_and_fix(role, extra, device, message):
@@ -275,19 +280,6 @@ def test_bad_options_name_key_and_fix(role, extra, device, message):
 def test_external_ids():
     assert external_id("cmpl-abc-0-12345678") == "cmpl-abc-0"
     assert external_id("short") == "short"
-
-
-def test_metaserver_addresses():
-    assert check_url("http://10.0.0.1:9000/v1/metaserver", ()) == "http://10.0.0.1:9000/v1/metaserver"
-    assert check_url("http://[::1]:9000/v1/metaserver", ("::1",))
-    for url, hosts in [
-        ("file:///etc/passwd", ()),
-        (None, ()),
-        ("http://", ()),
-        ("http://evil/x", ("proxy",)),
-    ]:
-        with pytest.raises(RendezvousError):
-            check_url(url, hosts)
 
 
 # ---------------------------------------------------------------- layouts
