@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import TypeVar
 
-from vllm_kvoffload.log import get_logger
-
-logger = get_logger(__name__)
+from vllm_kvoffload.log import QuietLog
 
 _Result = TypeVar("_Result")
-
-LOGGED_KEPT = 4096
-"""Requests remembered so that a hook which is called every step does not log every step."""
 
 SHOWN = 80
 """Longest piece of foreign text in a message."""
 
 
 class RequestGuard:
-    """Runs what hooks do for one request. An error is logged with its traceback, once for each request."""
+    """Runs what hooks do for one request. Errors are logged with a traceback, each kind once in a while."""
 
     def __init__(self) -> None:
-        self._logged: OrderedDict[str, None] = OrderedDict()
+        self._log = QuietLog(__name__)
 
     def run(
         self,
@@ -39,12 +33,9 @@ class RequestGuard:
         try:
             return work()
         except Exception as error:
-            if req_id not in self._logged:
-                logger.exception("%s failed for request %s; only this request ends", hook, shown(req_id))
-                self._logged[req_id] = None
-                if len(self._logged) > LOGGED_KEPT:
-                    self._logged.popitem(last=False)
-            return failed(f"{hook} failed with {type(error).__name__}")
+            what = f"{hook} failed with {type(error).__name__}"
+            self._log.exception(what, f"{what} for request {shown(req_id)}; only this request ends")
+            return failed(what)
 
 
 def shown(value: object) -> str:

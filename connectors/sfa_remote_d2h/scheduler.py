@@ -30,7 +30,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure, Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.ports import chunk_range
 from vllm_kvoffload.connectors.sfa_remote_d2h.rendezvous import Rendezvous
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
-from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.log import QuietLog, get_logger
 from vllm_kvoffload.metrics.fields import ReceiveFailure
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class DecodeScheduler:
         self._config, self._block_size = config, block_size
         self._address = {**address, "remote_secret": self.secret}
         self._rendezvous = Rendezvous(config.limits.request_s)
-        self._guard = RequestGuard()
+        self._guard, self._log = RequestGuard(), QuietLog(__name__)
         self._asked: dict[str, Asked | None] = {}  # by request id, until the engine is done with it
         self._receives: list[Receive] = []
         self._refused: list[tuple[str, str]] = []
@@ -122,7 +122,7 @@ class DecodeScheduler:
         if len(self._receiving) > MAX_RECEIVING:
             self._receiving.popitem(last=False)
         if reason:
-            logger.error("request %s can't be received: %s", shown(req_id), reason)
+            self._log.error(reason, f"request {shown(req_id)} can't be received: {reason}")
             self._refused.append((req_id, reason))
             self.failed({req_id: Failure(reason, ReceiveFailure.RENDEZVOUS.value)})
 
@@ -247,7 +247,7 @@ class PrefillScheduler:
 
     def __init__(self, block_size: int, tp_size: int, hosts: HostList) -> None:
         self._block_size, self._tp_size, self._hosts = block_size, tp_size, hosts
-        self._guard = RequestGuard()
+        self._guard, self._log = RequestGuard(), QuietLog(__name__)
         self._tracked: dict[str, Tracked] = {}
         self._dropped: list[tuple[str, bool]] = []
         self._held: list[str] = []
@@ -287,7 +287,7 @@ class PrefillScheduler:
         """Decode is told, where it is known: no transfer will come."""
         self._refused.add(req_id)
         self._tracked.pop(req_id, None)
-        logger.error("request %s can't be handed over: %s", shown(req_id), reason)
+        self._log.error(reason, f"request {shown(req_id)} can't be handed over: {reason}")
         if target is not None:
             self._declined.append(Decline(request_name(req_id), target, prompt, reason))
 
