@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.utils.network_utils import get_ip
 
 from vllm_kvoffload.connectors.device import current_npu
-from vllm_kvoffload.connectors.guard import RequestGuard
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import RemoteD2HConfig, parse_remote_d2h
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout, layer_index
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import (
@@ -27,14 +25,12 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import (
     PrefillMetadata,
     ReceiveReport,
 )
-from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure, Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.ports import check_ports, control_port
 from vllm_kvoffload.connectors.sfa_remote_d2h.scheduler import DecodeScheduler, PrefillScheduler
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_d import DecodeWorker, Results
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_p import PrefillWorker
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import DECODE, PREFILL, StatsChannel
-from vllm_kvoffload.metrics.fields import ReceiveFailure
 from vllm_kvoffload.runtime.base import Event, Stream
 from vllm_kvoffload.runtime.npu import compute_stream
 from vllm_kvoffload.transfer import make_engine
@@ -99,11 +95,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         self._producer: PrefillWorker | None = None
         self._consumer: DecodeWorker | None = None
         self._results = Results()
-        self._guard = RequestGuard()
         self._digest = ""
-        self._unstarted: set[str] = set()  # receives that the worker could not take
-        self._unstarted_blocks: set[int] = set()
-        self._failures: dict[str, Failure] = {}  # of the current step
         self._idle = False  # the current step computes nothing
         self._progress = False
         self._late_layer: int | None = None
@@ -212,37 +204,9 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         # Not in start_load_kv: that comes after the forward pass, and prefill may be quicker than it.
         if self._producer is not None and isinstance(connector_metadata, PrefillMetadata):
-            self._begin_hand_overs(self._producer, connector_metadata)
+            self._producer.begin_step(connector_metadata)
         if self._consumer is not None and isinstance(connector_metadata, DecodeMetadata):
-            self._begin_receives(self._consumer, connector_metadata)
-
-    def _begin_hand_overs(self, producer: PrefillWorker, metadata: PrefillMetadata) -> None:
-        def without(reason: str) -> None:
-            producer.give_up([step.req_id for step in metadata.steps], reason, retry=False)
-            producer.begin_step(PrefillMetadata(held=metadata.held))
-
-        begin = partial(producer.begin_step, metadata)
-        self._guard.run(
-            " ".join(step.req_id for step in metadata.steps), "bind_connector_metadata", begin, without
-        )
-
-    def _begin_receives(self, consumer: DecodeWorker, metadata: DecodeMetadata) -> None:
-        consumer.use_secret(metadata.secret)
-        secret = metadata.secret
-        for order in metadata.receives:
-            begin = partial(consumer.begin_step, DecodeMetadata([order], [], secret))
-            lose = partial(self._lose, consumer, order)
-            self._guard.run(order.req_id, "bind_connector_metadata", begin, lose)
-        for answer in metadata.answered:
-            begin = partial(consumer.begin_step, DecodeMetadata([], [answer], secret))
-            self._guard.run(answer[0], "bind_connector_metadata", begin, lambda _: None)
-
-    def _lose(self, worker: DecodeWorker, order: Receive, reason: str) -> None:
-        """A receive that the worker does not know ends here; one that it knows by its own deadlines."""
-        if order.req_id not in worker.consumer.live:
-            self._unstarted.add(order.req_id)
-            self._unstarted_blocks.update(order.wanted)
-            self._failures[order.req_id] = Failure(reason, ReceiveFailure.RENDEZVOUS.value)
+            self._consumer.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Loads have begun when the step's metadata came."""
@@ -278,10 +242,6 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             return self._producer.take_free(self._idle), None
         if self._consumer is not None:
             self._results = self._consumer.finish_step(finished_req_ids, self._idle)
-            self._results.done |= self._unstarted
-            self._results.failed_blocks |= self._unstarted_blocks
-            self._failures |= self._results.failures
-            self._unstarted, self._unstarted_blocks = set(), set()
             return None, self._results.done
         return None, None
 
@@ -295,7 +255,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> ReceiveReport | None:
         """Why requests of this step were not received."""
-        failures, self._failures = self._failures, {}
+        failures, self._results.failures = self._results.failures, {}
         return ReceiveReport(failures) if failures else None
 
     def shutdown(self) -> None:
