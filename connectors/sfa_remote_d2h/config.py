@@ -165,14 +165,16 @@ def read_control_key(path: object) -> str | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(key, path, f"can't be read: {error.strerror}", _MAKE_KEY) from error
-    with open(descriptor, "rb") as file:
+    try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(key, path, "is no file", _MAKE_KEY)
         if found.st_mode & 0o077:
             rule = f"others may read or change it (mode {stat.S_IMODE(found.st_mode):04o})"
             raise ConfigError(key, path, rule, f"chmod 600 {path}")
-        text = file.read(CONTROL_KEY_CHARACTERS + 3).decode("ascii", "replace").strip()
+        text = os.read(descriptor, CONTROL_KEY_CHARACTERS + 3).decode("ascii", "replace").strip()
+    finally:
+        os.close(descriptor)
     if not re.fullmatch(rf"[0-9a-fA-F]{{{CONTROL_KEY_CHARACTERS}}}", text):
         raise ConfigError(key, path, f"must hold {CONTROL_KEY_CHARACTERS} hex characters", _MAKE_KEY)
     return text.lower()
