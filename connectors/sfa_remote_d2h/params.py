@@ -17,6 +17,9 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.rendezvous import RendezvousError,
 MAX_ID = 256
 """Characters of an external request id: it travels in every message about the request."""
 
+MAX_TP = 64
+"""Ranks of a decode engine: all of them are talked to on behalf of one request."""
+
 _SECRET = re.compile(r"[0-9a-fA-F]{0,64}")
 
 
@@ -124,23 +127,24 @@ def _target(params: Mapping[str, Any], tp_size: int, hosts: HostList) -> Target:
     port, decode_tp = params.get("remote_port"), params.get("remote_tp_size")
     if type(port) is not int or type(decode_tp) is not int:
         raise Refusal(f"remote_port={shown(port)}, remote_tp_size={shown(decode_tp)}")
-    for key in ("remote_pcp_size", "remote_dcp_size"):
-        size = params.get(key, 1)
-        if type(size) is not int or size != 1:
-            raise Refusal(f"{key}={shown(size)}: context parallelism is not supported")
-    try:
-        tp_ratio(tp_size, decode_tp)
-    except TPMismatchError as error:
-        raise Refusal(f"prefill has TP {tp_size}, decode TP {shown(decode_tp)}") from error
-    if not 1 <= port <= MAX_PORT - decode_tp + 1:
-        raise Refusal(f"remote_port={shown(port)} with TP {decode_tp}")
+    if not 1 <= decode_tp <= MAX_TP or not 1 <= port <= MAX_PORT - decode_tp + 1:
+        raise Refusal(f"remote_port={shown(port)} with remote_tp_size={shown(decode_tp)}")
     secret = params.get("remote_secret", "")
     if not isinstance(secret, str) or not _SECRET.fullmatch(secret):
         raise Refusal("remote_secret is not up to 64 hex characters")
     try:
-        return Target(hosts.check(params.get("remote_host")), port, decode_tp, secret)
+        target = Target(hosts.check(params.get("remote_host")), port, decode_tp, secret)
     except HostError as error:
         raise Refusal(f"remote_host: {error}") from error
+    for key in ("remote_pcp_size", "remote_dcp_size"):
+        size = params.get(key, 1)
+        if type(size) is not int or size != 1:
+            raise Refusal(f"{key}={shown(size)}: context parallelism is not supported", target)
+    try:
+        tp_ratio(tp_size, decode_tp)
+    except TPMismatchError as error:
+        raise Refusal(str(error), target) from error
+    return target
 
 
 def _flag(params: Mapping[str, Any], key: str) -> bool:

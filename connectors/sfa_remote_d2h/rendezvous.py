@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from vllm_kvoffload.connectors.guard import shown
 from vllm_kvoffload.connectors.sfa_remote_d2h.hosts import HostError, HostList
-from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.log import QuietLog, get_logger
 
 logger = get_logger(__name__)
 
@@ -76,6 +76,7 @@ class Rendezvous:
         self._notices: set[Future[None]] = set()
         self._answers: list[tuple[str, str]] = []
         self._lock = threading.Lock()
+        self._log = QuietLog(__name__)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._session: Any = None
@@ -162,7 +163,8 @@ class Rendezvous:
     async def _run(self, req_id: str, url: str, body: dict[str, Any]) -> None:
         error = await self._attempts(url, body, TRIES, self._deadline_s)
         if error:
-            logger.warning("rendezvous of %s at %s: %s", shown(req_id), urlsplit(url).netloc, error)
+            where = urlsplit(url).netloc
+            self._log.warning(f"{where}: {error}", f"rendezvous of {shown(req_id)} at {where}: {error}")
         with self._lock:
             self._answers.append((req_id, error))
 

@@ -7,6 +7,7 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -237,6 +238,21 @@ def test_odd_request_ids(parts, producer):
     for req_id in IDS:
         asked = request(HAND_OVER if producer else RECEIVE, req_id)
         (check_prefill if producer else check_decode)(parts[producer], asked)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("producer", [False, True], ids=["decode", "prefill"])
+def test_prompts_of_embeddings(parts, producer, mixed):
+    """They have no token ids by which the other side could tell whose KV it gets."""
+    embeddings = torch.zeros(TOKENS, 4)
+    tokens = list(range(TOKENS)) if mixed else None
+    asked = Request("cmpl-a-0-12345678", tokens, SamplingParams(max_tokens=4), None, prompt_embeds=embeddings)
+    asked.kv_transfer_params = dict(HAND_OVER if producer else RECEIVE)
+    (check_prefill if producer else check_decode)(parts[producer], asked)
+    made, kept = run(parts[producer], asked)
+    reasons = [one.reason for one in made.declined] if producer else [reason for _, reason in made.answered]
+    assert ["token ids alone" in reason for reason in reasons] == [True]
+    assert not kept
 
 
 class Trap(dict):

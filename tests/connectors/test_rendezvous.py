@@ -112,6 +112,21 @@ def test_an_answer_without_end_is_not_read(server, rendezvous):
     assert server.cut_off.wait(10)
 
 
+def test_connections_are_bounded(server, rendezvous, monkeypatch):
+    """What is beyond waits for its turn, and a host that never answers leaves room for others."""
+    monkeypatch.setattr(module, "MAX_CONNECTIONS", 4)
+    server.gate.clear()
+    for number in range(10):
+        rendezvous.post(f"r{number}", server.url, {})
+    wait_until(lambda: len(server.bodies) == 2)
+    with meta_server() as other:
+        rendezvous.post("other", other.url, {})
+        assert answers(rendezvous) == [("other", "")]
+    assert len(server.bodies) == 2
+    server.gate.set()
+    assert {error for _, error in answers(rendezvous, 10)} == {""}
+
+
 def wait_until(condition, seconds=10.0):
     end = time.monotonic() + seconds
     while not condition():

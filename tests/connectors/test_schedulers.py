@@ -14,6 +14,7 @@ from vllm_kvoffload.connectors.ascend_store.config import parse_ascend_store
 from vllm_kvoffload.connectors.ascend_store.planning import num_blocks
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import parse_remote_d2h
 from vllm_kvoffload.connectors.sfa_remote_d2h.hosts import HostList
+from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import ReceiveReport
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure
 from vllm_kvoffload.connectors.sfa_remote_d2h.scheduler import DecodeScheduler, PrefillScheduler
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
@@ -241,6 +242,14 @@ def test_a_refusal_is_told(decode):
     assert (body["failure"], "no http address" in body["error"]) == ("rendezvous", True)
 
 
+def test_ranks_report_together():
+    """A rank that says what does not fit says more than one that was only told to stop."""
+    gave_up = Failure("prefill gave up", "prefill")
+    reports = [ReceiveReport({"a": gave_up, "b": gave_up}), ReceiveReport({"a": MISMATCH, "c": gave_up})]
+    for one, other in (reports, reports[::-1]):
+        assert one.aggregate(other).failures == {"a": MISMATCH, "b": gave_up, "c": gave_up}
+
+
 @pytest.fixture
 def prefill():
     return PrefillScheduler(BLOCK, 2, HostList.parse("decode_hosts", ["10.0.0.0/24"]))
@@ -334,6 +343,10 @@ def test_several_prompts_in_one_call(prefill):
     assert not run(prefill, stranger.request_id, [1, 2, 3], 0, 10, new=True).steps
 
 
+TOLD = {"remote_cached_tokens", "remote_dcp_size", "remote_tp_size"}
+"""What is wrong where decode is known all the same, so that it hears of it."""
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -341,8 +354,8 @@ def test_several_prompts_in_one_call(prefill):
         {"remote_tp_size": 4}, {"remote_dcp_size": 2}, {"remote_cached_tokens": None},
         {"remote_cached_tokens": -4}, {"remote_cached_tokens": 11}, {"remote_port": True},
         {"remote_host": "*"}, {"remote_host": "10.0.1.2"}, {"remote_host": "decode_1:20150/x y"},
-        {"remote_host": "10.0.0.2:1"}, {"remote_secret": "x"}, {"remote_secret": "a" * 65},
-        {"do_remote_decode": "false"}, {"batch_kv_transfer_params": []},
+        {"remote_host": "10.0.0.2:1"}, {"remote_port": 65536}, {"remote_secret": "x"},
+        {"remote_secret": "a" * 65}, {"do_remote_decode": "false"}, {"batch_kv_transfer_params": []},
     ],
 )  # fmt: skip
 def test_a_senseless_rendezvous_does_not_reach_the_worker(prefill, wrong):
@@ -351,10 +364,8 @@ def test_a_senseless_rendezvous_does_not_reach_the_worker(prefill, wrong):
         prefill.allocated(served)
     made = run(prefill, served.request_id, [5, 6, 7], 0, 10, new=True)
     assert not made.steps
-    # Decode is told, where it is known.
-    assert [declined.request for declined in made.declined] == ["cmpl-a-0"] * (
-        "remote_cached_tokens" in wrong
-    )
+    told = ["cmpl-a-0"] if TOLD & set(wrong) else []
+    assert [declined.request for declined in made.declined] == told
     assert not prefill.finished(served.request_id)
 
 
