@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure, Receive
 from vllm_kvoffload.metrics.fields import ReceiveFailure
 
 try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
-except ImportError:  # an older vLLM never asks for it: no failure notices then
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorHandshakeMetadata,
+        KVConnectorWorkerMetadata,
+    )
+except ImportError:  # an older vLLM never asks for them: no layouts and failure notices for the proxy then
+    KVConnectorHandshakeMetadata = object  # type: ignore[assignment, misc]
     KVConnectorWorkerMetadata = object  # type: ignore[assignment, misc]
 
 
