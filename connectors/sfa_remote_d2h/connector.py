@@ -294,7 +294,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             if connector_output.invalid_block_ids:
                 self._prefill.lost(connector_output.invalid_block_ids)
         if self._decode is not None:
-            report = getattr(connector_output, "kv_connector_worker_meta", None)
+            report = connector_output.kv_connector_worker_meta
             if isinstance(report, ReceiveReport):
                 self._decode.failed(report.failures)
             self._decode.reported(connector_output.finished_recving or ())
@@ -304,10 +304,6 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         for found in metadata.values():
             if self._decode is not None and isinstance(found, LayoutMetadata):
                 self._decode.use_layout(found.digest)
-
-    def has_pending_push_work(self) -> bool:
-        """Only a step gives back the blocks that are kept for decode: without requests it takes some, too."""
-        return self._prefill is not None and self._prefill.keeps
 
     def reset_cache(self) -> bool:
         """No KV is kept here but what is on its way to decode: False while some of that, which was computed

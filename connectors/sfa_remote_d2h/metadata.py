@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure, Receive
 from vllm_kvoffload.metrics.fields import ReceiveFailure
-
-try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        KVConnectorHandshakeMetadata,
-        KVConnectorWorkerMetadata,
-    )
-except ImportError:  # an older vLLM never asks for them: no layouts and failure notices for the proxy then
-    KVConnectorHandshakeMetadata = object  # type: ignore[assignment, misc]
-    KVConnectorWorkerMetadata = object  # type: ignore[assignment, misc]
 
 
 @dataclass(frozen=True)

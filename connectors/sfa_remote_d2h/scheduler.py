@@ -380,11 +380,6 @@ class PrefillScheduler:
         """The workers no longer need the blocks of these."""
         self._kept.difference_update(sent)
 
-    @property
-    def keeps(self) -> bool:
-        """Whether blocks of finished requests are kept, which only a step gives back."""
-        return bool(self._kept)
-
     def reset(self) -> bool:
         """Ends the transfers of requests that lost their blocks to the reset; they begin anew with them.
 

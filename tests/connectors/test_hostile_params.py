@@ -138,7 +138,6 @@ def run(part: SfaRemoteD2HConnector, *requests: Request, through_multi: bool = F
     part.posts.clear()
     part.notices.clear()
     outer = joined(part) if through_multi else part
-    outer.has_pending_push_work()
     for asked in requests:
         outer.on_new_request(asked)
         for _ in range(2):
