@@ -118,7 +118,7 @@ class IOThread(ABC):
         os.close(self._wake_fd)
 
     def attempt(self, what: str, function: Callable[..., None], *args: object) -> bool:
-        """Calls a function for one item; whether without an error, which costs no other item but is counted."""
+        """Calls a function for one item; whether it went well. An error costs no other item."""
         try:
             function(*args)
             return True
