@@ -117,29 +117,30 @@ class IOThread(ABC):
         self._context.destroy(linger=0)
         os.close(self._wake_fd)
 
-    def attempt(self, what: str, function: Callable[..., None], *args: object) -> None:
-        """Calls a function for one item; an error is logged and counted, and costs no other item."""
+    def attempt(self, what: str, function: Callable[..., None], *args: object) -> bool:
+        """Calls a function for one item; whether it went well. An error costs no other item."""
         try:
             function(*args)
+            return True
         except Exception as error:
             self.errors += 1
             kind = f"{what} {type(error).__name__}"
             self.quiet.exception(kind, f"{self._thread.name}: {what} failed; going on")
+            return False
 
     def _run(self) -> None:
         pause_s = TICK_S
         while not self._stop:
-            before = self.errors
             try:
-                self.attempt("a round", self._serve)
+                served = self.attempt("a round", self._serve)
             except BaseException:
                 logger.critical("%s ends: no KV is handed over any more", self._thread.name, exc_info=True)
                 raise
-            if self.errors > before and not self._stop:
+            if served:
+                pause_s = TICK_S
+            elif not self._stop:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, BACKOFF_S)
-            else:
-                pause_s = TICK_S
 
     def _serve(self) -> None:
         timeout_s = self._timeout_s()
