@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import re
 import time
 import uuid
@@ -27,21 +28,24 @@ from vllm_kvoffload.proxy.asgi import (
     respond_json,
     transport_of,
 )
+from vllm_kvoffload.proxy.balance import fits
 from vllm_kvoffload.proxy.calls import Call, parse_call
 from vllm_kvoffload.proxy.core import Core, Trace, logger
 from vllm_kvoffload.proxy.dispatch import Route
 from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, UpstreamError
 from vllm_kvoffload.proxy.generation import Generation
 from vllm_kvoffload.proxy.health import Prober
+from vllm_kvoffload.proxy.jsontext import decode_json
 from vllm_kvoffload.proxy.metrics import CONTENT_TYPE
 from vllm_kvoffload.proxy.rendezvous import Kind
-from vllm_kvoffload.proxy.settings import ProxySettings
+from vllm_kvoffload.proxy.settings import METASERVER, ProxySettings
 
 access = get_logger("vllm_kvoffload.proxy.access")
 CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 PASSED_ON = (b"authorization", b"traceparent", b"tracestate")
 KINDS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 MESSAGE_LIMIT = 64 << 10  # bytes of a rendezvous post
+DIGEST_SHOWN = 12  # digits of a layout's digest in /health
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -60,7 +64,6 @@ class ProxyApp:
             ("GET", "/healthcheck"): self._health,  # the name it has in vLLM-Ascend's example
             ("GET", "/metrics"): self._metrics,
             ("GET", "/v1/models"): self._models,
-            ("POST", "/v1/metaserver"): self._metaserver,
             **{("POST", path): self._generate for path in KINDS},
         }
         self._paths = {path for _, path in self._routes}
@@ -76,6 +79,8 @@ class ProxyApp:
         try:
             if handler is not None:
                 await handler(scope, receive, send)
+            elif self.settings.metaserver_port is None and path.startswith(METASERVER):
+                await self.metaserver(scope, receive, send)
             elif self.settings.admin_port is None and path.startswith("/admin"):
                 await self.admin(scope, receive, send)
             else:
@@ -115,12 +120,17 @@ class ProxyApp:
 
     def _tick(self, now: float) -> None:
         for guard in list(self.running):
-            guard.tick(now)
+            try:
+                guard.tick(now)
+            except Exception:  # the other clients' clock goes on
+                self.core.metrics.loop_errors.inc()
+                logger.exception("proxy: a client's tick failed")
 
     # small endpoints
 
     async def _health(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         now = time.monotonic()
+        prefillers, decoders = (pool.instances.values() for pool in self.core.pools)
         state = {
             "draining": self.core.draining,
             **{
@@ -130,8 +140,20 @@ class ProxyApp:
                 }
                 for pool in self.core.pools
             },
+            "layouts": {
+                str(i.address): layout[:DIGEST_SHOWN]
+                for i in (*prefillers, *decoders)
+                if (layout := i.layout(now))
+            },
+            "unfit_pairs": [
+                {"prefill": str(p.address), "decode": str(d.address)}
+                for p in prefillers
+                for d in decoders
+                if not fits(p, d, now)
+            ],
         }
-        ok = not self.core.draining and all(pool.available(now) for pool in self.core.pools)
+        some_p, some_d = (pool.available(now) for pool in self.core.pools)
+        ok = not self.core.draining and any(fits(p, d, now) for p in some_p for d in some_d)
         await respond_json(send, 200 if ok else 503, {"status": "ok" if ok else "unavailable", **state})
 
     async def _metrics(self, _scope: Scope, _receive: Receive, send: Send) -> None:
@@ -153,13 +175,22 @@ class ProxyApp:
             return
         raise failure
 
-    async def _metaserver(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers when the prefill ended: 200, or 502 where it failed or was given up."""
+    async def metaserver(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Decode's posts, at a path that only decode engines are told. Raises ``HttpFailure``."""
+        given = scope["path"].removeprefix(f"{METASERVER}/")
+        token, _, rest = given.partition("/")
+        known = hmac.compare_digest(token.encode(errors="replace"), self.settings.metaserver_token.encode())
+        if not known or scope["method"] != "POST" or rest not in ("", "failed") or given.endswith("/"):
+            raise HttpFailure.of(404, f"no {scope['method']} {scope['path']} here", kind="NotFoundError")
         raw = await read_body(receive, MESSAGE_LIMIT, self.settings.deadlines.request_body)
         try:
-            message = msgspec.json.decode(raw)
+            message = decode_json(raw)
         except msgspec.DecodeError as error:
-            raise HttpFailure.of(400, "the body is no JSON") from error
+            raise HttpFailure.of(400, f"the body is no JSON: {error}") from error
+        await (self._failed if rest else self._rendezvous)(message, send)
+
+    async def _rendezvous(self, message: object, send: Send) -> None:
+        """Answers when the prefill ended: 200, or 502 where it failed or was given up."""
         try:
             result, outcome = self.core.meetings.post(message)
         except HttpFailure:
@@ -170,6 +201,12 @@ class ProxyApp:
             raise HttpFailure.of(404, "no request of that id waits for a prefill", kind="NotFoundError")
         if failed := await asyncio.shield(outcome):  # ends by prefill's deadline
             raise HttpFailure.of(502, f"prefill failed: {failed}", kind="UpstreamError")
+        await respond_json(send, 200, {"status": "ok"})
+
+    async def _failed(self, message: object, send: Send) -> None:
+        """Takes decode's notice of a request whose KV it didn't get."""
+        if self.core.meetings.failed(message) is None:
+            raise HttpFailure.of(404, "no request of that id is under way", kind="NotFoundError")
         await respond_json(send, 200, {"status": "ok"})
 
     # completions and chats
@@ -216,13 +253,30 @@ class ProxyApp:
             trace.end = guard.reason
 
     async def _answer(self, call: Call, route: Route, answer: Answer) -> None:
-        if len(call.children) > 1:
+        held = self.core.held
+        if not held.take(call.held):
+            raise HttpFailure.of(
+                503, "too much memory is in use by other requests", kind="ServiceUnavailable"
+            )
+        try:
+            await self._answered(call, route, answer)
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            # An engine's answer of a shape that was never seen: the request's failure, not the connection's.
+            logger.exception("proxy: %s", route.trace.request_id)
+            failure = f"the engine's answer could not be understood: {error!r}"
+            raise HttpFailure.of(502, failure, kind="UpstreamError") from error
+        finally:
+            held.give(call.held)
+
+    async def _answered(self, call: Call, route: Route, answer: Answer) -> None:
+        route.children = len(call.children)
+        if route.children > 1:
             children = [(child, Generation(route, child)) for child in call.children]
             if call.stream:
                 await fanout.stream(children, answer.write)
                 await answer.finish()
             else:
-                await answer.whole(await fanout.whole(children))
+                await answer.whole(await fanout.whole(children, self.settings.max_answer_bytes))
             return
         generation = Generation(route, call.children[0])
         try:

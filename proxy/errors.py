@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from vllm_kvoffload.proxy.jsontext import decode_json
+
 JSON = b"application/json"
 
 
@@ -38,7 +40,7 @@ class HttpFailure(Exception):
     def event(self) -> bytes:
         """The failure as a server-sent event, in one line whatever the engine sent."""
         try:
-            value = msgspec.json.decode(self.body)
+            value = decode_json(self.body)
         except msgspec.DecodeError:
             value = None
         if not isinstance(value, dict) or "error" not in value:
@@ -63,10 +65,42 @@ class NoInstanceError(HttpFailure):
         )
 
 
-class UpstreamError(Exception):
-    """A transport failure. ``sent`` says whether the engine may have seen the request."""
+class NoFitError(HttpFailure):
+    """There are engines of a role, but none that fits one of the other role."""
 
-    def __init__(self, message: str, *, sent: bool, deadline: bool = False) -> None:
+    def __init__(self, role: str) -> None:
+        message = (
+            f"no {role} engine fits: those available have another model or KV layout than the engines of the "
+            "other role; GET /health names the pairs"
+        )
+        super().__init__(503, error_body(503, message, "ServiceUnavailable"), retry_after=b"1")
+
+
+class UpstreamError(Exception):
+    """A transport failure.
+
+    ``sent``: the engine may have seen the request. ``deadline``: it gave no answer in time. ``down``: probes
+    found it frozen or gone while it was at work. ``final``: another engine would do the same.
+    """
+
+    status = 502
+    type = "UpstreamError"
+
+    def __init__(
+        self, message: str, *, sent: bool, deadline: bool = False, down: bool = False, final: bool = False
+    ) -> None:
         super().__init__(message)
         self.sent = sent
         self.deadline = deadline
+        self.down = down
+        self.final = final
+
+
+class ReceiveError(UpstreamError):
+    """Decode said why it didn't get a request's KV. ``failure``: ``ReceiveFailure``'s value."""
+
+    type = "KVTransferError"
+
+    def __init__(self, message: str, failure: str) -> None:
+        super().__init__(message, sent=True)
+        self.failure = failure

@@ -12,8 +12,8 @@ from types import FrameType
 
 import uvicorn
 
-from vllm_kvoffload.proxy.app import ProxyApp
-from vllm_kvoffload.proxy.asgi import Receive, Scope, Send, respond_failure
+from vllm_kvoffload.proxy.app import Handler, ProxyApp
+from vllm_kvoffload.proxy.asgi import ClientGone, Receive, Scope, Send, respond_failure
 from vllm_kvoffload.proxy.core import logger
 from vllm_kvoffload.proxy.errors import HttpFailure
 from vllm_kvoffload.proxy.settings import ProxySettings
@@ -69,17 +69,19 @@ class ProxyServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-class _AdminServer(uvicorn.Server):
-    """The admin endpoints on a port of their own; signals are the other server's."""
+class _SideServer(uvicorn.Server):
+    """Some endpoints on a port of their own; signals are the other server's."""
 
-    def __init__(self, app: ProxyApp, port: int) -> None:
-        async def admin(scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, app: ProxyApp, endpoint: Handler, port: int) -> None:
+        async def side(scope: Scope, receive: Receive, send: Send) -> None:
             try:
-                await app.admin(scope, receive, send)
+                await endpoint(scope, receive, send)
             except HttpFailure as failure:
                 await respond_failure(send, failure)
+            except ClientGone:
+                return
 
-        super().__init__(_config(admin, app.settings.host, port))
+        super().__init__(_config(side, app.settings.host, port))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -91,16 +93,18 @@ async def serve(settings: ProxySettings) -> None:
     app = ProxyApp(settings)
     server = ProxyServer(app)
     app.start()
-    admin_task = None
-    if settings.admin_port is not None:
-        admin = _AdminServer(app, settings.admin_port)
-        admin_task = asyncio.create_task(admin.serve())
+    sides = [
+        _SideServer(app, endpoint, port)
+        for endpoint, port in ((app.admin, settings.admin_port), (app.metaserver, settings.metaserver_port))
+        if port is not None
+    ]
+    side_tasks = [asyncio.create_task(side.serve()) for side in sides]
     try:
         await server.serve()
     finally:
-        if admin_task is not None:
-            admin.should_exit = True
-            await asyncio.gather(admin_task, return_exceptions=True)
+        for side in sides:
+            side.should_exit = True
+        await asyncio.gather(*side_tasks, return_exceptions=True)
         await app.stop()
 
 
@@ -113,7 +117,7 @@ def run(settings: ProxySettings) -> None:
         f"{settings.host}:{settings.port}",
         ", ".join(map(str, settings.prefillers)) or "none yet",
         ", ".join(map(str, settings.decoders)) or "none yet",
-        settings.metaserver,
+        settings.metaserver_origin,
     )
     # Requests make few cycles, and every token makes objects: the collector need not look so often.
     gc.collect()

@@ -132,7 +132,7 @@ def test_flags_as_vllm_ascend_has_them() -> None:
         ]
     )
     assert [str(a) for a in made.prefillers] == ["10.0.0.1:8100", "10.0.0.2:8100"]
-    assert made.metaserver == "http://10.0.0.9:9000/v1/metaserver"
+    assert made.metaserver_origin == "http://10.0.0.9:9000"
     assert made.deadlines == Deadlines(idle=7)
 
 

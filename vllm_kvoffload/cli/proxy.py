@@ -18,7 +18,8 @@ DEADLINE_HELP = {
     "prefill": "a prefill request",
     "request_body": "the time between two parts of a client's request",
     "client_stall": "a client that doesn't read its answer",
-    "control": "/v1/models and probes",
+    "control": "/v1/models and /tokenize",
+    "probe": "GET /health of an engine; two in a row take it out",
     "drain": "requests under way after SIGTERM",
 }
 
@@ -53,7 +54,21 @@ def parser() -> argparse.ArgumentParser:
         "--max-retries", type=int, default=3, help="dispatches after a failure (default: %(default)s)"
     )
     made.add_argument(
-        "--probe-interval", type=float, default=5.0, help="seconds between GET /health of engines; 0: never"
+        "--probe-interval",
+        type=float,
+        default=3.0,
+        help="seconds between GET /health of engines; 0: never (default: %(default)g)",
+    )
+    made.add_argument(
+        "--max-held-bytes",
+        type=int,
+        default=1 << 30,
+        help="bytes of requests that are held at a time (default: %(default)s)",
+    )
+    made.add_argument(
+        "--metaserver-port",
+        type=int,
+        help="a port of its own for the posts of decode engines (default: --port)",
     )
     made.add_argument("--admin-port", type=int, help="a port of their own for the /admin endpoints")
     group = made.add_argument_group("deadlines", "in seconds")
@@ -79,9 +94,11 @@ def settings_of(arguments: Sequence[str]) -> ProxySettings:
         advertise_host=given.advertise_host,
         deadlines=Deadlines(**deadlines),
         max_retries=given.max_retries,
+        max_held_bytes=given.max_held_bytes,
         probe_interval=given.probe_interval,
         admin_token=os.environ.get(TOKEN_VARIABLE),
         admin_port=given.admin_port,
+        metaserver_port=given.metaserver_port,
     )
 
 
