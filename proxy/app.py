@@ -18,10 +18,15 @@ from vllm_kvoffload.proxy.asgi import (
     SSE,
     ClientGone,
     Guard,
+    Hold,
+    Keys,
     Receive,
     Scope,
     Send,
+    check_length,
     header,
+    is_gone,
+    json_bytes,
     read_body,
     respond,
     respond_failure,
@@ -58,6 +63,7 @@ class ProxyApp:
         self.core = Core(settings)
         self.running: set[Guard] = set()
         self.admin = Admin(self.core)
+        self._keys = Keys(settings.api_keys)
         self._prober = Prober(self.core)
         self._routes: dict[tuple[str, str], Handler] = {
             ("GET", "/health"): self._health,
@@ -74,22 +80,37 @@ class ProxyApp:
             return
         if scope["type"] != "http":
             raise RuntimeError(f"the proxy has no {scope['type']} endpoints")
-        path = scope["path"]
-        handler = self._routes.get((scope["method"], path))
+        await self.guarded(self._request, scope, receive, send)
+
+    async def guarded(self, endpoint: Handler, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs ``endpoint``; what it raises is an answer, or the end of a connection, but no crash."""
         try:
-            if handler is not None:
-                await handler(scope, receive, send)
-            elif self.settings.metaserver_port is None and path.startswith(METASERVER):
-                await self.metaserver(scope, receive, send)
-            elif self.settings.admin_port is None and path.startswith("/admin"):
-                await self.admin(scope, receive, send)
-            else:
-                status = 405 if path in self._paths else 404
-                raise HttpFailure.of(status, f"no {scope['method']} {path} here", kind="NotFoundError")
+            await endpoint(scope, receive, send)
         except HttpFailure as failure:
             await respond_failure(send, failure)
         except ClientGone:
             return
+        except (RuntimeError, OSError):
+            if not is_gone(send):
+                raise
+        except asyncio.CancelledError:
+            # The server gives up what the drain left; uvicorn would print it as the application's crash.
+            await respond_failure(send, HttpFailure.of(503, "the proxy is shutting down"))
+
+    async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        handler = self._routes.get((scope["method"], path))
+        if path.startswith("/v1") and not path.startswith(METASERVER):
+            self._keys.check(scope)
+        if handler is not None:
+            await handler(scope, receive, send)
+        elif self.settings.metaserver_port is None and path.startswith(METASERVER):
+            await self.metaserver(scope, receive, send)
+        elif self.settings.admin_port is None and path.startswith("/admin"):
+            await self.admin(scope, receive, send)
+        else:
+            status = 405 if path in self._paths else 404
+            raise HttpFailure.of(status, f"no {scope['method']} {path[:200]} here", kind="NotFoundError")
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -182,6 +203,7 @@ class ProxyApp:
         known = hmac.compare_digest(token.encode(errors="replace"), self.settings.metaserver_token.encode())
         if not known or scope["method"] != "POST" or rest not in ("", "failed") or given.endswith("/"):
             raise HttpFailure.of(404, f"no {scope['method']} {scope['path']} here", kind="NotFoundError")
+        check_length(scope, MESSAGE_LIMIT)
         raw = await read_body(receive, MESSAGE_LIMIT, self.settings.deadlines.request_body)
         try:
             message = decode_json(raw)
@@ -224,19 +246,17 @@ class ProxyApp:
         except HttpFailure as failure:
             trace.status, trace.end = failure.status, "error"
             await respond_failure(send, failure, request_id.encode())
-        except BaseException:
-            trace.end = "crash"
+        except BaseException as error:
+            gone = is_gone(send) and isinstance(error, (RuntimeError, OSError, asyncio.CancelledError))
+            trace.end = "client gone" if gone else "crash"
             raise
         finally:
             self._ended(trace)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, trace: Trace) -> None:
         deadlines = self.settings.deadlines
-        raw = await read_body(receive, self.settings.max_body_bytes, deadlines.request_body)
-        if self.core.draining:
-            raise HttpFailure.of(503, "the proxy is shutting down", kind="ServiceUnavailable")
         kind = KINDS[scope["path"]]
-        call = parse_call(kind, raw, self.settings.max_children)
+        call = await self._read_call(kind, scope, receive)
         trace.children = len(call.children)
         route = Route(self.core, kind, scope["path"], call.stream, _passed_on(scope), trace)
         async with Guard(receive, send, deadlines.client_stall) as guard:
@@ -251,6 +271,19 @@ class ProxyApp:
                 self.running.discard(guard)
         if guard.reason is not None:
             trace.end = guard.reason
+
+    async def _read_call(self, kind: Kind, scope: Scope, receive: Receive) -> Call:
+        limit = self.settings.max_body_bytes
+        check_length(scope, limit)
+        hold = Hold(self.core.held)
+        try:
+            raw = await read_body(receive, limit, self.settings.deadlines.request_body, hold)
+            if self.core.draining:
+                raise HttpFailure.of(503, "the proxy is shutting down", kind="ServiceUnavailable")
+            hold.need(json_bytes(raw))
+            return parse_call(kind, raw, self.settings.max_children)
+        finally:
+            hold.release()
 
     async def _answer(self, call: Call, route: Route, answer: Answer) -> None:
         held = self.core.held
@@ -335,14 +368,19 @@ class Answer:
 
     def push(self, data: bytes) -> bool:
         """A later piece of a stream, written without waiting; False where something still waits before it."""
-        if self._transport is None or self._transport.get_write_buffer_size():
+        transport = self._transport
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size():
             return False
+        sending = self._send({"type": "http.response.body", "body": data, "more_body": True})
         try:  # a coroutine that has nothing to wait for ends at its first step
-            self._send({"type": "http.response.body", "body": data, "more_body": True}).send(None)
+            sending.send(None)
         except StopIteration:
             self.guard.sent_bytes += len(data)
             return True
-        raise RuntimeError("the server waits to send though nothing waits before it")
+        except (RuntimeError, OSError):
+            return False  # the connection is closed: whoever reads next finds that out
+        sending.close()  # it waits, with nothing written
+        return False
 
     async def finish(self) -> None:
         """The stream's end."""

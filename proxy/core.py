@@ -63,7 +63,8 @@ class Core:
         self.meetings = Meetings()
         self.held = ByteBudget(settings.max_held_bytes)
         shortest = min(vars(settings.deadlines).values())
-        self.client = Client(settings.deadlines.connect, tick=min(0.5, shortest / 4))
+        tls = settings.engine_tls.context() if settings.engine_tls is not None else None
+        self.client = Client(settings.deadlines.connect, tick=min(0.5, shortest / 4), tls=tls)
         self.metrics = Metrics((self.prefillers, self.decoders), time.monotonic, self.held)
         self.draining = False
         self._tasks: set[asyncio.Task[Any]] = set()

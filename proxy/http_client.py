@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -306,7 +307,8 @@ def request_bytes(
 class Client:
     """Connections to all engines. Belongs to one event loop; :meth:`open` before use."""
 
-    def __init__(self, connect_timeout: float, tick: float = 0.5) -> None:
+    def __init__(self, connect_timeout: float, tick: float = 0.5, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self._connect_timeout = connect_timeout
         self._tick_seconds = tick
         self._idle: dict[Address, deque[Connection]] = {}
@@ -389,7 +391,8 @@ class Client:
 
         try:
             _, connection = await asyncio.wait_for(
-                self._loop.create_connection(make, address.host, address.port), self._connect_timeout
+                self._loop.create_connection(make, address.host, address.port, ssl=self._tls),
+                self._connect_timeout,
             )
         except asyncio.TimeoutError as error:
             raise UpstreamError(f"no connection to {address}: no answer in time", sent=False) from error

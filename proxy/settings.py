@@ -6,7 +6,9 @@ import ipaddress
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+
+from vllm_kvoffload.proxy.tls import EngineTls, Tls, TlsError
 
 LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")  # of a name; Docker's may have _
 NAME_LIMIT = 253
@@ -108,6 +110,25 @@ class Deadlines:
     control: float = 5.0  # /v1/models, /tokenize
     probe: float = 3.0  # GET /health of an engine
     drain: float = 600.0
+    head: float = 20.0  # a client's request head, from its first byte or from the connection
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What clients may use. Raises ``SettingsError`` for values that can't work."""
+
+    head_bytes: int = 64 << 10  # request line and header fields
+    head_fields: int = 200
+    uri_bytes: int = 8 << 10
+    connections: int = 4096  # on each port
+
+    def __post_init__(self) -> None:
+        least = {"head_bytes": 1024, "head_fields": 16, "uri_bytes": 64, "connections": 1}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value < least[one.name]:
+                flag = f"--max-{one.name.replace('_', '-')}"
+                raise SettingsError(f"{flag}: {value} is less than {least[one.name]}")
 
 
 @dataclass(frozen=True)
@@ -130,16 +151,25 @@ class ProxySettings:
     probe_interval: float = 3.0
     admin_token: str | None = None
     admin_port: int | None = None
+    limits: Limits = Limits()
+    tls: Tls | None = None
+    engine_tls: EngineTls | None = None
+    api_keys: tuple[str, ...] = ()
     metaserver_port: int | None = None
     # Whoever has it may post for a request: the id alone, which clients see in answers, opens nothing.
     metaserver_token: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
 
     @property
+    def scheme(self) -> str:
+        """Of all ports."""
+        return "https" if self.tls is not None else "http"
+
+    @property
     def metaserver_origin(self) -> str:
         """Where decode engines post, without the path."""
         if self.metaserver_port is None:
-            return f"http://{self.advertise.authority}"
-        return f"http://{Address(self.advertise.host, self.metaserver_port).authority}"
+            return f"{self.scheme}://{self.advertise.authority}"
+        return f"{self.scheme}://{Address(self.advertise.host, self.metaserver_port).authority}"
 
     @property
     def metaserver(self) -> str:
@@ -174,6 +204,19 @@ def advertised(host: str, port: int, advertise_host: str | None) -> Address:
     return Address(check_host(chosen, flag), port)
 
 
+def check_security(tls: Tls | None, engine_tls: EngineTls | None, api_keys: Sequence[str]) -> None:
+    """Reads the certificates. Raises ``SettingsError``."""
+    for key in api_keys:
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise SettingsError("--api-key: a key is one word of printable ASCII characters")
+    try:
+        for given in (tls, engine_tls):
+            if given is not None:
+                given.context()
+    except TlsError as error:
+        raise SettingsError(str(error)) from error
+
+
 def proxy_settings(
     *,
     host: str,
@@ -188,6 +231,10 @@ def proxy_settings(
     admin_token: str | None = None,
     admin_port: int | None = None,
     metaserver_port: int | None = None,
+    limits: Limits | None = None,
+    tls: Tls | None = None,
+    engine_tls: EngineTls | None = None,
+    api_keys: tuple[str, ...] = (),
 ) -> ProxySettings:
     """Checked settings. Raises ``SettingsError``."""
     check_port(port, "--port")
@@ -202,18 +249,19 @@ def proxy_settings(
         raise SettingsError(f"{shared.pop()} is given as prefiller and as decoder")
     if max_retries < 0:
         raise SettingsError(f"--max-retries: {max_retries} is negative")
+    if max_held_bytes < 1 << 20:
+        raise SettingsError(f"--max-held-bytes: {max_held_bytes} is less than a megabyte")
     if admin_port is not None:
         check_port(admin_port, "--admin-port")
         if admin_port == port:
             raise SettingsError("--admin-port: must differ from --port; without it, /admin is on --port")
         if not admin_token:
             raise SettingsError("--admin-port: needs a token in KVOFFLOAD_PROXY_ADMIN_TOKEN")
+    check_security(tls, engine_tls, api_keys)
     if metaserver_port is not None:
         check_port(metaserver_port, "--metaserver-port")
         if metaserver_port in (port, admin_port):
             raise SettingsError("--metaserver-port: must differ from --port and --admin-port")
-    if max_held_bytes < 1 << 20:
-        raise SettingsError(f"--max-held-bytes: {max_held_bytes} is less than a megabyte")
     return ProxySettings(
         host=host,
         port=port,
@@ -226,5 +274,9 @@ def proxy_settings(
         probe_interval=probe_interval,
         admin_token=admin_token or None,
         admin_port=admin_port,
+        limits=limits or Limits(),
+        tls=tls,
+        engine_tls=engine_tls,
+        api_keys=api_keys,
         metaserver_port=metaserver_port,
     )
