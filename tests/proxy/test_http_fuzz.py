@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from proxy_world import FAST, HOST, Exchange, World, world
+from proxy_world import HOST, Exchange, World, world
 from test_proxy_edge import ANSWER, BODY, CASES, END, chunked, post
 
 from vllm_kvoffload.proxy.edge import Edge
@@ -163,10 +163,10 @@ async def one_connection(w: World, seed: int) -> int:
             transport.write(data[start:end])
             await asyncio.sleep(0)
         if not tail:
-            await asyncio.wait_for(client.closed, 20)
+            await asyncio.wait_for(client.closed, 60)
         else:
             wanted = len(parts)
-            for _ in range(400):  # all of the good ones are answered, however long that takes
+            for _ in range(1200):  # all of the good ones are answered, however long that takes
                 if client.closed.done() or len(answers(client.raw, whole=False)) >= wanted:
                     break
                 await asyncio.sleep(0.05)
@@ -218,7 +218,7 @@ def use() -> tuple[int, int]:
 
 async def fuzz(watch: Watch, caplog: pytest.LogCaptureFixture, requests: int) -> None:
     asyncio.get_running_loop().set_exception_handler(watch.exception)
-    deadlines = Deadlines(**{**vars(FAST), "head": 5.0, "request_body": 5.0})
+    deadlines = Deadlines(head=10, request_body=10)  # the machine may be busy: nothing here depends on more
     async with world(deadlines=deadlines) as w:
         w.d.usual = quick
         seeds = iter([*SEEDS, *range(FIRST_SEED, FIRST_SEED + requests)])
