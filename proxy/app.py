@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import re
 import time
@@ -95,7 +96,8 @@ class ProxyApp:
                 raise
         except asyncio.CancelledError:
             # The server gives up what the drain left; uvicorn would print it as the application's crash.
-            await respond_failure(send, HttpFailure.of(503, "the proxy is shutting down"))
+            with contextlib.suppress(RuntimeError, OSError):  # where the answer has begun, it is cut
+                await respond_failure(send, HttpFailure.of(503, "the proxy is shutting down"))
 
     async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]

@@ -456,3 +456,46 @@ def test_chunks_end_where_they_end() -> None:
 def test_depth_is_counted_over_all_values() -> None:
     assert decode_json(json.dumps({"a": [{}] * 5000}).encode()) == {"a": [{}] * 5000}
     assert decode_json(b"[" * DEEPEST + b"]" * DEEPEST)
+
+
+class FakeCycle:
+    """uvicorn's, as far as :func:`transport_of` looks."""
+
+    def __init__(self, *, closing: bool, started: bool = False) -> None:
+        self.transport = self
+        self.statuses: list[int] = []
+        self._closing = closing
+        self._started = started
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            if self._started:
+                raise RuntimeError("Unexpected ASGI message")
+            self.statuses.append(message["status"])
+
+
+def test_what_ends_a_request_is_no_crash() -> None:
+    """uvicorn prints whatever leaves the application, with a traceback."""
+
+    async def scenario() -> None:
+        app = World().app
+
+        async def ends(error: BaseException, cycle: FakeCycle) -> list[int]:
+            async def endpoint(*_: Any) -> None:
+                raise error
+
+            await app.guarded(endpoint, {}, cycle.send, cycle.send)  # type: ignore[arg-type]
+            return cycle.statuses
+
+        shutdown = asyncio.CancelledError()
+        assert await ends(shutdown, FakeCycle(closing=False)) == [503]
+        assert await ends(shutdown, FakeCycle(closing=False, started=True)) == []
+        for error in (RuntimeError("the handler is closed"), ConnectionResetError(), BrokenPipeError()):
+            assert await ends(error, FakeCycle(closing=True)) == []
+            with pytest.raises(type(error)):
+                await ends(error, FakeCycle(closing=False))
+
+    run(scenario)
