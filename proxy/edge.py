@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -43,6 +44,9 @@ class Phase(Enum):
     LENGTH = 1  # a body with content-length
     CHUNKED = 2
     OVER = 3  # nothing more is read on this connection
+
+
+HEAD, LENGTH, CHUNKED, OVER = Phase  # an attribute of an Enum is slow to get
 
 
 class Refusal(Exception):
@@ -88,10 +92,10 @@ class Edge(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self._buffer = bytearray()
         self._searched = 0  # bytes of the buffer that are known to hold no end of a head
-        self._phase = Phase.HEAD
+        self._phase = HEAD
         self._left = 0
         self._chunks: Chunks | None = None
-        self._in_head = False
+        self._old = False  # HTTP/1.0
         self._complete = False
         self._why: Refusal | None = None
         self._reserved = False
@@ -120,7 +124,7 @@ class Edge(HttpToolsProtocol):
             self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._phase = Phase.OVER
+        self._phase = OVER
         self._buffer.clear()
         self.door.waiting.pop(self, None)
         self._disarm()
@@ -131,9 +135,12 @@ class Edge(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        if self._phase is Phase.LENGTH and not self._buffer and len(data) <= self._left:
-            self._length(data)
-        elif self._phase is Phase.OVER:
+        phase = self._phase
+        if phase is LENGTH and not self._buffer and len(data) <= self._left:
+            self._attempt(self._length, data)
+        elif phase is HEAD and not self._buffer and (end := self._whole_head(data)) > 0:
+            self._attempt(self._whole, data, end)
+        elif phase is OVER:
             self._lingered += len(data)
             if self._lingered > LINGER_BYTES:
                 self.transport.abort()
@@ -182,7 +189,7 @@ class Edge(HttpToolsProtocol):
 
     def _close(self) -> None:
         """Ends the connection; what is written already still goes out, but not for ever."""
-        self._phase = Phase.OVER
+        self._phase = OVER
         self.door.waiting.pop(self, None)
         self._unset_keepalive_if_required()
         self.transport.close()
@@ -199,22 +206,48 @@ class Edge(HttpToolsProtocol):
     def _busy(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _consume(self) -> None:
-        """Takes from the buffer what can be taken now."""
+    def _attempt(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Does ``work``; what it can't take is refused."""
         try:
-            while self._buffer and self._step():
-                pass
+            work(*arguments)
         except (Refusal, ChunkError) as error:
             self._refuse(error if isinstance(error, Refusal) else Refusal(400, str(error)))
 
+    def _consume(self) -> None:
+        """Takes from the buffer what can be taken now."""
+        self._attempt(self._take)
+
+    def _take(self) -> None:
+        while self._buffer and self._step():
+            pass
+
+    def _whole_head(self, data: bytes) -> int:
+        """Where the head ends that ``data`` begins with, if it can be taken at once; else no more than 0."""
+        if self._busy or data[0] in b"\r\n":
+            return 0
+        found = data.find(b"\r\n\r\n", 0, self.door.limits.head_bytes)
+        return found + 4 if found >= 0 else 0
+
+    def _whole(self, data: bytes, end: int) -> None:
+        """What nearly every request is: one read of the socket, with its head and its body."""
+        self._request(data[:end])
+        rest = data[end:]
+        if not rest:
+            return
+        if self._phase is LENGTH and len(rest) <= self._left:
+            self._length(rest)
+            return
+        self._buffer += rest
+        self._take()
+
     def _step(self) -> bool:
         """Whether something was taken. Raises ``Refusal`` and ``ChunkError``."""
-        if self._phase is Phase.HEAD:
+        if self._phase is HEAD:
             return self._head()
-        if self._phase is Phase.LENGTH:
+        if self._phase is LENGTH:
             self._length(self._cut(min(self._left, len(self._buffer))))
             return True
-        if self._phase is Phase.CHUNKED and self._chunks is not None:
+        if self._phase is CHUNKED and self._chunks is not None:
             taken, ends = self._chunks.take(self._buffer)
             if not taken:
                 return False
@@ -237,8 +270,8 @@ class Edge(HttpToolsProtocol):
         self._body_over()
 
     def _body_over(self) -> None:
-        if self._complete and self._phase is not Phase.OVER:
-            self._phase = Phase.HEAD
+        if self._complete and self._phase is not OVER:
+            self._phase = HEAD
             if not self._busy:  # answered before its body was there
                 self._between()
                 self._arm(self.timeout_keep_alive, self._close)
@@ -257,15 +290,14 @@ class Edge(HttpToolsProtocol):
             self._searched = 0
         start = max(0, self._searched - 3)
         end = buffer.find(b"\r\n\r\n", start, self.door.limits.head_bytes)
-        stop = end + 4 if end >= 0 else len(buffer)
-        if BROKEN.search(buffer, self._searched, stop):
-            raise Refusal(400, "no HTTP request: a control character or a bare line end in its head")
-        self._searched = stop
         if end < 0:
+            if BROKEN.search(buffer, self._searched):
+                raise Refusal(400, "no HTTP request: a control character or a bare line end in its head")
+            self._searched = len(buffer)
             self._check_beginning()
             return False
         self._searched = 0
-        self._request(self._cut(stop))
+        self._request(self._cut(end + 4))
         return True
 
     def _check_beginning(self) -> None:
@@ -293,10 +325,14 @@ class Edge(HttpToolsProtocol):
             raise Refusal(405, "no tunnels here")
         if self._reserved and not RESERVED.match(target):
             raise Refusal(503, "the proxy has no room for more connections")
-        self._disarm()
+        if self._timer is not None:
+            self._disarm()
         self._head_timed = False
         self.door.waiting.pop(self, None)
-        self._feed(UPGRADE.sub(IGNORED, head))
+        self._old = line[4] == b"0"
+        if b"upgrade:" in head.lower():
+            head = UPGRADE.sub(IGNORED, head)
+        self._feed(head)
         if self._complete:
             self._body_over()
 
@@ -314,36 +350,34 @@ class Edge(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """A head begins."""
-        self._in_head, self._complete = True, False
+        self._complete = False
         super().on_message_begin()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """A field of the head; those after a body are none of the request's."""
-        if self._in_head:
-            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Finds how the body ends before uvicorn starts the application. llhttp refused contradictions."""
-        self._in_head = False
-        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
-        old = self.parser.get_http_version() == "1.0"
-        if codings:
-            if old:
-                self._why = Refusal(400, "HTTP/1.0 has no transfer-encoding")
-            elif codings != [b"chunked"]:
-                self._why = Refusal(501, "no transfer-encoding is known but chunked")
-            if self._why is not None:
-                raise self._why
-            self._phase, self._chunks = Phase.CHUNKED, Chunks(self.door.limits.head_bytes)
+        length, coding = 0, None
+        for name, value in self.headers:
+            if name == b"content-length":
+                length = int(value)
+            elif name == b"transfer-encoding":
+                coding = value.strip().lower()
+        if coding is None:
+            self._left, self._phase = length, LENGTH
         else:
-            length = next((value for name, value in self.headers if name == b"content-length"), b"0")
-            self._left = int(length)
-            self._phase = Phase.LENGTH
-        if old:
+            self._begin_chunked(coding)
+        if self._old:
             self.expect_100_continue = False
         super().on_headers_complete()
+        self.headers = []  # for trailers, which are no fields of the request
         if self._reserved:
             self.cycle.keep_alive = False
+
+    def _begin_chunked(self, coding: bytes) -> None:
+        if self._old or coding != b"chunked":
+            old, other = "HTTP/1.0 has no transfer-encoding", "no transfer-encoding is known but chunked"
+            self._why = Refusal(400, old) if self._old else Refusal(501, other)
+            raise self._why
+        self._phase, self._chunks = CHUNKED, Chunks(self.door.limits.head_bytes)
 
     def on_message_complete(self) -> None:
         """The body is there."""
@@ -357,21 +391,23 @@ class Edge(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             self._close()
-        elif self._phase is Phase.HEAD:
+        elif self._phase is HEAD:
             self._between()
-            self._consume()
-        elif self._phase is not Phase.OVER:
+            if self._buffer:
+                self._consume()
+        elif self._phase is not OVER:
             self._arm(REST, self._close)
 
     def _between(self) -> None:
         """No request is under way."""
-        self._disarm()
+        if self._timer is not None:
+            self._disarm()
         self.door.waiting[self] = None
 
     def _refuse(self, refusal: Refusal) -> None:
         """Answers and ends the connection. Where an answer has begun, the connection ends with it."""
         self.door.refused(self.client[0] if self.client else "-", refusal)
-        self._phase = Phase.OVER
+        self._phase = OVER
         self._buffer.clear()
         self.door.waiting.pop(self, None)
         if self.transport.is_closing():

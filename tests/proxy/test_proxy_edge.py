@@ -166,7 +166,7 @@ def test_heads_and_framing() -> None:
             assert await talk(w, *parts, pause=0.005) == statuses, name
 
     async def scenario() -> None:
-        async with world() as w:
+        async with world(deadlines=Deadlines()) as w:
             await asyncio.gather(*(case(w, name, *wanted) for name, wanted in CASES.items()))
 
     run(scenario)
@@ -395,12 +395,12 @@ def test_a_client_that_goes_away_during_writes_is_no_crash(caplog: pytest.LogCap
             await exchange.event(exchange.shell([exchange.choice("x" * 100)]))
 
     async def scenario() -> None:
-        async with world() as w:
-            for reads in range(12):
+        async with world(deadlines=Deadlines()) as w:
+            for reads in range(6):
                 w.d.behaviours.append(flood)
                 async with connection(w) as (reader, writer):
                     writer.write(post(b'{"prompt": "a b c", "stream": true}') + HEALTH)
-                    await reader.read(1 + reads * 20_000)
+                    await reader.read(1 + reads * 40_000)
                     for server in w.app.running.copy() if reads % 3 == 0 else ():
                         server._send.__self__.transport.abort()  # type: ignore[attr-defined]
                 await w.settle()
