@@ -29,7 +29,8 @@ def test_stream_and_its_prefill_request() -> None:
             assert d.body["kv_transfer_params"] == {
                 "do_remote_decode": False,
                 "do_remote_prefill": True,
-                "metaserver": f"{w.url}/v1/metaserver",
+                "metaserver": f"{w.url}/v1/metaserver/{w.settings.metaserver_token}",
+                "failures": f"{w.url}/v1/metaserver/{w.settings.metaserver_token}/failed",
             }
             assert p.headers["x-request-id"] == d.headers["x-request-id"]
             assert p.body["prompt"] == "a b c"
@@ -214,10 +215,14 @@ def test_metaserver_knows_its_requests() -> None:
             assert text_of(await w.stream(max_tokens=1)) == words(3, 1)
             await w.settle()
             assert len(w.p.exchanges) == 1, "one prefill however often decode posts"
-            late = {"request_id": w.d.exchanges[0].external_id}
-            assert (await w.client.post("/v1/metaserver", json=late)).status_code == 404
-            assert (await w.client.post("/v1/metaserver", content=b"{")).status_code == 400
-            assert (await w.client.post("/v1/metaserver", json=[1])).status_code == 404
+            path = w.settings.metaserver.removeprefix(w.url)
+            late = {"request_id": w.d.exchanges[0].external_id, "failure": "read", "error": "late"}
+            for at in (path, f"{path}/failed"):
+                assert (await w.client.post(at, json=late)).status_code == 404
+                assert (await w.client.post(at, content=b"{")).status_code == 400
+                assert (await w.client.post(at, content=b"[" * 5000)).status_code == 400
+            assert (await w.client.post(path, json=[1])).status_code == 404
+            assert (await w.client.post(f"{path}/failed", json=[1])).status_code == 400
 
     run(scenario())
 
