@@ -103,7 +103,7 @@ class Dispatch:
         self._load = load = await self._decoder()
         self.route.trace.decode = str(load.instance.address)
         body = dict(self.child.body)
-        body["kv_transfer_params"] = decode_params(core.settings.metaserver, core.settings.failures)
+        body["kv_transfer_params"] = decode_params(*core.posts_to)
         core.meetings.expect(self.request_id, self._on_message, self._on_notice)
         first = deadlines.first_output if self.route.stream else deadlines.answer
         async with self.route.hold(self.child.size):
