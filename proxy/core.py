@@ -61,6 +61,7 @@ class Core:
         self.prefillers = Pool("prefill", settings.prefillers)
         self.decoders = Pool("decode", settings.decoders)
         self.meetings = Meetings()
+        self.posts_to = settings.metaserver, settings.failures  # made once: they are in every request
         self.held = ByteBudget(settings.max_held_bytes)
         shortest = min(vars(settings.deadlines).values())
         tls = settings.engine_tls.context() if settings.engine_tls is not None else None

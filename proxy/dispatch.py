@@ -52,8 +52,15 @@ class Route:
     headers: Sequence[tuple[str, str]]
     trace: Trace
     avoid: set[Address] = field(default_factory=set)
-    window: Window = field(default_factory=lambda: Window(WINDOW))
+    window: Window | None = None
     children: int = 1
+
+    def hold(self, size: int) -> contextlib.AbstractAsyncContextManager[None]:
+        """Entered while a child's body is sent."""
+        if self.children == 1:
+            return contextlib.nullcontext()
+        self.window = self.window or Window(WINDOW)
+        return self.window.hold(size)
 
 
 class Dispatch:
@@ -96,10 +103,10 @@ class Dispatch:
         self._load = load = await self._decoder()
         self.route.trace.decode = str(load.instance.address)
         body = dict(self.child.body)
-        body["kv_transfer_params"] = decode_params(core.settings.metaserver, core.settings.failures)
+        body["kv_transfer_params"] = decode_params(*core.posts_to)
         core.meetings.expect(self.request_id, self._on_message, self._on_notice)
         first = deadlines.first_output if self.route.stream else deadlines.answer
-        async with self.route.window.hold(self.child.size):
+        async with self.route.hold(self.child.size):
             connection = await core.client.request(
                 load.instance.address,
                 "POST",
@@ -292,7 +299,7 @@ class Dispatch:
             headers=[*self.route.headers, ("x-request-id", self.parent)],
             first=deadlines.prefill,
             idle=deadlines.idle,
-            hold=lambda: self.route.window.hold(self.child.size),
+            hold=lambda: self.route.hold(self.child.size),
         )
         try:
             answer = await connection.read_all(core.settings.max_answer_bytes)

@@ -8,8 +8,9 @@ import random
 from vllm_kvoffload.proxy.balance import Instance
 from vllm_kvoffload.proxy.core import Core, logger
 from vllm_kvoffload.proxy.errors import UpstreamError
-from vllm_kvoffload.proxy.settings import PROBE_JITTER
+from vllm_kvoffload.proxy.settings import PROBE_JITTER, Address
 
+LATE = 1.25  # times a probe's deadline
 LOOK_SECONDS = 0.5  # how often engines that were added or removed are looked for
 
 
@@ -62,11 +63,11 @@ class Prober:
     async def probe(self, instance: Instance) -> bool:
         """One probe; whether it was good. An engine that comes or goes is logged."""
         core, address, seconds = self._core, instance.address, self._core.settings.deadlines.probe
-        began = asyncio.get_running_loop().time()
+        clock = asyncio.get_running_loop().time
+        began = clock()
         silent, reason, status = False, "", 0
         try:
-            probe = core.control(address, "GET", "/health", seconds=seconds)
-            status, _, _ = await asyncio.wait_for(probe, seconds)
+            status = await self._status(address, seconds)
             reason = f"GET /health says {status}"
         except asyncio.TimeoutError:
             silent, reason = True, f"no answer to GET /health within {seconds:g} s"
@@ -76,28 +77,41 @@ class Prober:
         except Exception as error:  # a probe that can't be made is a failed one
             core.metrics.loop_errors.inc()
             reason = repr(error)
-        if silent and core.client.heard_since(address, began):
-            return False  # it is at work, only its /health is slow: asked again soon, and not counted
+        late = clock() - began > LATE * seconds  # it was this process that stood still
+        if silent and (late or core.client.heard_since(address, began)):
+            return False  # or the engine is at work, only its /health is slow: asked again soon, not counted
         was_down = instance.health.down
         instance.health.probed(ok=status == 200)
         if instance.health.down and not was_down:
-            self._down(instance, silent, reason)
+            instance.restarted()
+            for pool in core.pools:
+                for other in pool.instances.values():
+                    other.unfit.pop(address, None)
+            core.client.forget(address)
+            logger.warning("proxy: %s engine %s is down: %s", instance.role, address, reason)
         elif was_down and not instance.health.down:
             instance.restarted()
             logger.info("proxy: %s engine %s is back", instance.role, address)
+        if instance.health.down and silent:
+            self._cut_off(instance, reason)
         return status == 200
 
-    def _down(self, instance: Instance, silent: bool, reason: str) -> None:
-        core, address = self._core, instance.address
-        instance.restarted()
-        for pool in core.pools:
-            for other in pool.instances.values():
-                other.unfit.pop(address, None)
-        logger.warning("proxy: %s engine %s is down: %s", instance.role, address, reason)
-        if not silent:
-            core.client.forget(address)
-            return
-        ended = core.client.fail(address, f"{instance.role} engine {address} is down: {reason}")
+    async def _status(self, address: Address, seconds: float) -> int:
+        """Of GET /health. Raises ``UpstreamError``, ``asyncio.TimeoutError``."""
+        work = asyncio.create_task(self._core.control(address, "GET", "/health", seconds=seconds))
+        try:
+            # Not wait_for, which swallows a cancellation in the moment of the answer: a watch must end by it.
+            await asyncio.wait({work}, timeout=seconds)
+            if not work.done():
+                raise asyncio.TimeoutError
+            return work.result()[0]
+        finally:
+            work.cancel()
+
+    def _cut_off(self, instance: Instance, reason: str) -> None:
+        """Also while it stays down: a call may have been on its way there when that was found."""
+        address = instance.address
+        ended = self._core.client.fail(address, f"{instance.role} engine {address} is down: {reason}")
         if ended:
-            core.metrics.cut_off.inc(ended)
+            self._core.metrics.cut_off.inc(ended)
             logger.warning("proxy: %d calls to %s were cut off", ended, address)

@@ -348,7 +348,10 @@ class Client:
 
         ``fresh``: never on a connection that was used before. Raises ``UpstreamError``.
         """
-        message = request_bytes(method, path, address.authority, headers, body)
+        try:
+            message = request_bytes(method, path, address.authority, headers, body)
+        except UnicodeError as error:  # of a host that was never checked
+            raise UpstreamError(f"no connection to {address}: {error}", sent=False) from error
         connection = None if fresh else self._take(address)
         if connection is None:
             connection = await self._connect(address)

@@ -184,6 +184,7 @@ class FakeEngine:
         self.exchanges: list[Exchange] = []
         self.port = free_port()
         self.healthy = True
+        self.tokenizes = True
         self.frozen = False  # takes connections and requests, answers nothing, as after SIGSTOP
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -233,7 +234,8 @@ class FakeEngine:
             await exchange.respond(200 if self.healthy else 503, {"data": [{"id": "m"}]})
             return True
         if path == "/tokenize":
-            await exchange.respond(200, {"tokens": [9] * len(exchange.body["prompt"].split())})
+            status = 200 if self.tokenizes else 404
+            await exchange.respond(status, {"tokens": [9] * len(exchange.body["prompt"].split())})
             return True
         self.exchanges.append(exchange)
         behaviour = self.behaviours.pop(0) if self.behaviours else self.usual
