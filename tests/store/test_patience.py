@@ -156,7 +156,7 @@ def test_a_watch_outlives_its_own_errors(service, monkeypatch, module, name, err
     monkeypatch.setattr(patience, "RETRY_S", 0.001)
     lines: list[str] = []
     logger = logging.getLogger(f"vllm.{patience.__name__}")
-    monkeypatch.setattr(logger, "warning", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(logger, "log", lambda _, text, *values, **_more: lines.append(text % values))
     library = socket.socket()
     library.connect(("127.0.0.1", service.port))
     library.send(b"l")
