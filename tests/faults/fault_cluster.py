@@ -76,9 +76,9 @@ def proxy_port() -> int:
             return port
 
 
-def metrics(port: int) -> dict[str, float]:
+def metrics(port: int, timeout_s: float = 30.0) -> dict[str, float]:
     """Sums of all samples of each series."""
-    connection = http.client.HTTPConnection(HOST, port, timeout=30)
+    connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
     try:
         connection.request("GET", "/metrics", headers={"Connection": "close"})
         lines = connection.getresponse().read().decode().splitlines()
