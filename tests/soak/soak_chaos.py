@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import soak_strangers as strangers
+import fault_strangers as strangers
 from soak_fleet import LEASE_S, OTHER_BLOCK_SIZE, OTHER_DTYPE, REQUEST_S, Fleet, ask
 from soak_journal import Journal
 
