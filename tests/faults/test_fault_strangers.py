@@ -16,6 +16,7 @@ from fault_report import PHASES
 from fault_scene import BEFORE, DEADLINE_S, PULLING, STREAMING, WAITING, Scene, together, wait_for
 
 from vllm_kvoffload.demo.processes import session_and_descendants
+from vllm_kvoffload.demo.server import HOST, free_port
 
 pytestmark = pytest.mark.slow
 FULL = pytest.mark.faults_full
@@ -101,13 +102,17 @@ def test_rendezvous_with_a_bad_host(cluster, host):
         assert bad.verdict([]) == "error"
 
 
-def test_prefill_asked_with_bad_hosts(cluster):
+@pytest.mark.parametrize("what", ["remote_host", pytest.param("other fields", marks=FULL)])
+def test_prefill_asked_with_bad_parameters(cluster, what):
     """Straight to prefill, many at a time: whatever becomes of them, those through the proxy are right."""
-    with Scene(cluster, "bad hosts straight to prefill", (PULLING,)) as scene:
+    with Scene(cluster, f"bad {what} straight to prefill", (PULLING,)) as scene:
         scene.bystanders("prefill", "decode")
-        params = [p for p in strangers.for_prefill(cluster.kv_port) if p.get("remote_host") != "127.0.0.1"]
+        asked = strangers.for_prefill(free_port())
+        hosts = [params for params in asked if params.get("remote_host") != HOST]
         bad = [
-            scene.add(BEFORE, cluster.client(100, to="prefill", kv_transfer_params=p)).start() for p in params
+            scene.add(BEFORE, cluster.client(100, to="prefill", kv_transfer_params=params)).start()
+            for params in asked
+            if (params in hosts) == (what == "remote_host")
         ]
         for client in together(3, lambda n: cluster.client(300 + 300 * n)):
             scene.add(PULLING, client)
