@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -76,7 +77,7 @@ class Chaos:
         """Starts again what has ended on its own, or answers no more. It is a fault."""
         for name in self._fleet.died():
             life = self._fleet.lives[name]
-            self.fault(f"{life.label} ended on its own; the end of its log:\n{life.server.tail(30)}")
+            self.fault(f"{life.label} ended on its own: {cause(life.server.tail(100_000))}")
             self._restart(name)
         for name in self._fleet.names:
             end = time.monotonic() + HEALTH_S
@@ -226,6 +227,15 @@ class Chaos:
             assert status in (200, 500, 503), f"{name}: reset answers {status}"
 
 
+def cause(log: str) -> str:
+    """The first line of a log that says why an engine ended, or its end."""
+    for line in log.splitlines():
+        if re.search(r"^\((EngineCore|Worker)[^)]*\) ERROR .*(Error|Exception)\b", line) or FATAL in line:
+            return line
+    return log[-1500:]
+
+
+FATAL = "Fatal Python error"
 KINDS: dict[str, Callable[[Chaos], None]] = {
     "kill-prefill": lambda chaos: chaos.killed("prefill", signal.SIGKILL),
     "kill-decode": lambda chaos: chaos.killed("decode", signal.SIGKILL),
