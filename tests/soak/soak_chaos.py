@@ -62,6 +62,11 @@ class Chaos:
         self.revive()
         self._journal.say(f"{kind}: over after {time.monotonic() - begun:.1f} s")
 
+    def possible(self, kind: str) -> bool:
+        """Whether there is still something that this kind may hit."""
+        role = ENDS.get(kind)
+        return role is None or any(name.startswith(role) for name in self.may_end)
+
     def fault(self, text: str) -> None:
         self._journal.say(f"FAULT  {text}")
         self.faults.append(text)
@@ -110,12 +115,9 @@ class Chaos:
 
     # ------------------------------------------------------------------------------------------ processes
 
-    def killed(self, role: str, number: int) -> None:
+    def killed(self, kind: str, number: int) -> None:
         """SIGKILL or SIGTERM, and a start some seconds later."""
-        names = [name for name in self._fleet.names if name.startswith(role) and name in self.may_end]
-        if not names:
-            self._journal.say(f"no {role} may be ended any more")
-            return
+        names = [n for n in self._fleet.names if n.startswith(ENDS[kind]) and n in self.may_end]
         name = self._rng.choice(names)
         excuse = self._excuse(f"{name} killed")
         self._journal.say(f"{name}: {signal.Signals(number).name}")
@@ -230,17 +232,19 @@ class Chaos:
 def cause(log: str) -> str:
     """The first line of a log that says why an engine ended, or its end."""
     for line in log.splitlines():
-        if re.search(r"^\((EngineCore|Worker)[^)]*\) ERROR .*(Error|Exception)\b", line) or FATAL in line:
+        if re.search(r"^\((EngineCore|Worker)[^)]*\) ERROR .*(Error|Exception): ", line) or FATAL in line:
             return line
     return log[-1500:]
 
 
 FATAL = "Fatal Python error"
+ENDS = {"kill-prefill": "prefill", "kill-decode": "decode", "kill-proxy": "proxy", "restart": ""}
+"""Kinds that end a server, and how its name begins."""
 KINDS: dict[str, Callable[[Chaos], None]] = {
-    "kill-prefill": lambda chaos: chaos.killed("prefill", signal.SIGKILL),
-    "kill-decode": lambda chaos: chaos.killed("decode", signal.SIGKILL),
-    "kill-proxy": lambda chaos: chaos.killed("proxy", signal.SIGKILL),
-    "restart": lambda chaos: chaos.killed("", signal.SIGTERM),
+    "kill-prefill": lambda chaos: chaos.killed("kill-prefill", signal.SIGKILL),
+    "kill-decode": lambda chaos: chaos.killed("kill-decode", signal.SIGKILL),
+    "kill-proxy": lambda chaos: chaos.killed("kill-proxy", signal.SIGKILL),
+    "restart": lambda chaos: chaos.killed("restart", signal.SIGTERM),
     "freeze-short": lambda chaos: chaos.frozen(SHORT_S),
     "freeze-long": lambda chaos: chaos.frozen(LONG_S),
     "mismatch": Chaos.mismatched,

@@ -142,15 +142,16 @@ class Soak:
             if time.monotonic() > begin + ENDS_UNTIL * 60 * self._plan.minutes:
                 self._chaos.may_end = {self._fleet.prefills[-1]} if len(self._fleet.prefills) > 1 else set()
             self._chaos.wait(min(self._rng.uniform(3, 15), max(0.0, until - time.monotonic())))
-            if self._plan.kinds and time.monotonic() < until:
-                self._chaos.act(self._draw())
+            if self._plan.kinds and time.monotonic() < until and (kind := self._draw()):
+                self._chaos.act(kind)
         self._loaded_s += time.monotonic() - resumed
 
-    def _draw(self) -> str:
-        """Each kind once before any comes again."""
+    def _draw(self) -> str | None:
+        """Each kind once before any comes again. None where the drawn one has nothing to hit any more."""
         if not self._bag:
             self._bag = self._rng.sample(self._plan.kinds, len(self._plan.kinds))
-        return self._bag.pop()
+        kind = self._bag.pop()
+        return kind if self._chaos.possible(kind) else None
 
     def _calm(self, load: Load) -> None:
         """Nothing under way, nothing held, counts as before; then prompts, all of them right."""
