@@ -124,7 +124,7 @@ class Load:
             record = self._ask(rng)
             with self._lock:
                 self.records.append(record)
-            time.sleep(rng.uniform(0, 0.3) if record.status else 1.0)
+            time.sleep(1.0 if record.verdict == "error" else rng.uniform(0, 0.3))
 
     def _ask(self, rng: random.Random) -> Record:
         (kind,) = rng.choices(self.KINDS, self._weights)

@@ -11,7 +11,7 @@ from soak_run import Outcome, Plan
 MIB = 1 << 20
 SHOWN = 12
 SMALL_BYTES = 16 * MIB
-"""Processes below have no line of their own, unless they grow."""
+"""A process below has no line of its own, unless it grows."""
 
 
 def page(plan: Plan, outcome: Outcome) -> str:
@@ -61,11 +61,11 @@ def _requests(outcome: Outcome) -> Iterator[str]:
 
 def _memory(outcome: Outcome) -> Iterator[str]:
     yield "own memory after the warm-up, by process (anonymous and shared; slope of a robust line)"
-    for growth in outcome.growths:
-        if growth.median < SMALL_BYTES and growth.flat:
-            continue
-        verdict = ("flat" if growth.flat else "GROWS") if growth.judged else "too short to judge"
-        yield (
-            f"{growth.life:14} {growth.process:16} {growth.minutes:5.1f} min {growth.median / MIB:8.1f} MiB "
-            f"{growth.rate / MIB:+8.2f} MiB/h {growth.share:+7.2%}  {verdict}"
-        )
+    judged = [growth for growth in outcome.growths if growth.judged]
+    for growth in judged:
+        if growth.median >= SMALL_BYTES or not growth.flat:
+            yield (
+                f"{growth.life:14} {growth.process:16} {growth.minutes:5.1f} min {growth.median / MIB:8.1f} MiB "
+                f"{growth.rate / MIB:+8.2f} MiB/h {growth.share:+7.2%}  {'flat' if growth.flat else 'GROWS'}"
+            )
+    yield f"{len(outcome.growths) - len(judged)} more processes did not live long enough to be judged"

@@ -79,11 +79,12 @@ class Growth:
 
 def growth(samples: Sequence[Sample], warm_up_s: float) -> list[Growth]:
     """Of each process that has samples."""
-    by_process: dict[tuple[str, str, int], list[Sample]] = {}
+    by_process: dict[tuple[str, int], list[Sample]] = {}
     for sample in samples:
-        by_process.setdefault((sample.life, sample.process, sample.pid), []).append(sample)
+        by_process.setdefault((sample.life, sample.pid), []).append(sample)
     found = []
-    for (life, process, _pid), all_of_it in by_process.items():
+    for (life, _pid), all_of_it in by_process.items():
+        process = all_of_it[-1].process  # vLLM's take their names a while after their start
         warm = [sample for sample in all_of_it if sample.age >= warm_up_s]
         kept = warm if len(warm) > 1 else all_of_it
         span = kept[-1].second - kept[0].second
