@@ -39,8 +39,8 @@ OTHER_BLOCK_SIZE = ("--block-size", "128")
 OTHER_DTYPE = ("--dtype", "bfloat16")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # several engines share few cores with the load
-    # oneDNN keeps 1,024 kernels, one for each number of rows and weight. Their turnover lets prefill's heap creep
-    # by some percent for hours, which would hide a leak.
+    # oneDNN keeps 1,024 kernels, one for each number of rows and weight. Their turnover lets prefill's heap
+    # creep by some percent for hours, which would hide a leak.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache
     "KVOFFLOAD_PROXY_ADMIN_TOKEN": ADMIN_TOKEN,

@@ -64,8 +64,7 @@ def _memory(outcome: Outcome) -> Iterator[str]:
     judged = [growth for growth in outcome.growths if growth.judged]
     for growth in judged:
         if growth.median >= SMALL_BYTES or not growth.flat:
-            yield (
-                f"{growth.life:14} {growth.process:16} {growth.minutes:5.1f} min {growth.median / MIB:8.1f} MiB "
-                f"{growth.rate / MIB:+8.2f} MiB/h {growth.share:+7.2%}  {'flat' if growth.flat else 'GROWS'}"
-            )
+            name = f"{growth.life:14} {growth.process:16} {growth.minutes:5.1f} min"
+            size = f"{growth.median / MIB:8.1f} MiB {growth.rate / MIB:+8.2f} MiB/h {growth.share:+7.2%}"
+            yield f"{name} {size}  {'flat' if growth.flat else 'GROWS'}"
     yield f"{len(outcome.growths) - len(judged)} more processes did not live long enough to be judged"
