@@ -115,8 +115,50 @@ def a_hello(secret: str, **changes: Any) -> wire.Hello:
     return wire.Hello(**{name: value for name, value in values.items() if name in names})
 
 
-def hostile_frames(rng: random.Random, secret: str) -> Iterator[bytes]:
-    """Frames that decode must refuse, or get over."""
+def learn_hello(prefill_port: int) -> wire.Hello | None:
+    """How a prefill server introduces itself: to whoever it is asked to send KV to, as long as it may."""
+    context = zmq.Context()
+    context.setsockopt(zmq.LINGER, 0)
+    try:
+        link = context.socket(zmq.ROUTER)
+        port = link.bind_to_random_port(f"tcp://{HOST}")
+        params = {**_SENDS, "remote_host": HOST, "remote_port": port}
+        arguments = (prefill_port, params, random.Random(prefill_port))
+        threading.Thread(target=send_params, args=arguments, daemon=True).start()
+        end = time.monotonic() + 5
+        while link.poll(max(0, int(1000 * (end - time.monotonic())))):
+            with contextlib.suppress(wire.WireError):
+                message = wire.decode_to_decode(link.recv_multipart()[-1])
+                if isinstance(message, wire.Hello):
+                    return message
+        return None
+    finally:
+        context.destroy()
+
+
+def false_hellos(true: wire.Hello, rng: random.Random, secret: str) -> Iterator[bytes]:
+    """A true introduction under another name, spoiled where a parser may trip; without a secret also the
+    true name."""
+    replace = msgspec.structs.replace
+    if "secret" in {field.name for field in msgspec.structs.fields(wire.Hello)}:
+        true = replace(true, secret=secret)
+    if not secret:
+        yield wire.encode(replace(true, num_blocks=true.num_blocks + 1))
+    for number in range(40):
+        metadata = bytearray(true.metadata)
+        for _ in range(1 + number // 10):
+            metadata[rng.randrange(len(metadata))] = rng.choice((0, 0x7F, 0xFF))
+        if number % 5 == 4:
+            del metadata[rng.randrange(len(metadata)) :]
+        yield wire.encode(replace(true, session=f"stranger-{number}", metadata=bytes(metadata)))
+    for layers in (true.layers[:1], true.layers * 2, (*true.layers[1:], true.layers[0]), ()):
+        yield wire.encode(replace(true, session=f"stranger-{len(layers)}", layers=layers))
+
+
+def hostile_frames(rng: random.Random, secret: str = "", true: wire.Hello | None = None) -> Iterator[bytes]:
+    """Frames that decode must refuse, or get over. true: how a prefill server introduces itself."""
+    if true is not None:
+        yield from false_hellos(true, rng, secret)
     version = bytes([wire.VERSION])
     pack = msgspec.msgpack.encode
     yield from (b"", version, bytes([wire.VERSION + 1]) + b"\x90", version + b"\x91" * 100_000)
@@ -162,9 +204,9 @@ HELLO_CHANGES: tuple[dict[str, Any], ...] = (
 )
 
 
-def frames(port: int, rng: random.Random, secret: str = "") -> None:
+def frames(port: int, rng: random.Random, secret: str = "", true: wire.Hello | None = None) -> None:
     """Hostile frames over ZMQ, from a few identities."""
-    made = list(hostile_frames(rng, secret))
+    made = list(hostile_frames(rng, secret, true))
     rng.shuffle(made)
     _send_zmq(port, [[frame] for frame in made], identities=3)
     _send_zmq(port, [[b"", made[0]], [made[1], made[2], made[3]], [b"x"] * 30])

@@ -63,10 +63,15 @@ def test_frames_at_the_control_port(cluster, secret):
         asked = scene.add(WAITING, cluster.client(300)).start()
         assert asked.join(DEADLINE_S)
         known = cluster.hop.secret if secret else ""
-        act = lambda: strangers.frames(cluster.kv_port, random.Random(7), known)  # noqa: E731
+        true = strangers.learn_hello(cluster.ports["prefill"])
+        assert true is not None
+
+        def act(seed=7):
+            strangers.frames(cluster.kv_port, random.Random(seed), known, true)
+
         scene.all_phases(act, "prefill", "decode")
         for seed in range(2):
-            strangers.frames(cluster.kv_port, random.Random(seed), known)
+            act(seed)
             strangers.raw_garbage(cluster.kv_port, random.Random(seed))
 
 

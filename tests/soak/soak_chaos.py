@@ -165,10 +165,12 @@ class Chaos:
     def control(self) -> None:
         """All that a stranger may send to decode's control port."""
         secret = strangers.learn_secret(self._fleet.ports["decode"]) if self._rng.random() < 0.5 else ""
-        self._journal.say(f"strangers {'with' if secret else 'without'} the secret")
+        true = strangers.learn_hello(self._fleet.ports[self._fleet.prefills[0]])
+        said = "secret" if secret else "no secret", "a true Hello" if true else "no Hello"
+        self._journal.say(f"strangers with {' and '.join(said)}")
         for name, send in strangers.CONTROL.items():
             if send is strangers.frames:
-                strangers.frames(self._fleet.kv_port, self._rng, secret)
+                strangers.frames(self._fleet.kv_port, self._rng, secret, true)
             else:
                 send(self._fleet.kv_port, self._rng)
             self._alive(f"after {name} at the control port")
