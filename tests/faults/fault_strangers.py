@@ -76,20 +76,20 @@ class Idlers:
             link.close()
 
 
-def listening(pid: int) -> set[int]:
-    """TCP ports on which a server's processes listen."""
+def listening(pid: int) -> list[int]:
+    """TCP ports on which a server's processes listen, in the order in which their sockets were made."""
     inodes = set()
     for process in session_and_descendants(pid):
         for entry in Path(f"/proc/{process.pid}/fd").glob("*"):
             with contextlib.suppress(OSError):
                 inodes |= set(re.findall(r"socket:\[(\d+)\]", str(entry.readlink())))
-    ports = set()
+    ports = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text(encoding="utf-8").splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
-                ports.add(int(fields[1].rpartition(":")[2], 16))
-    return ports
+                ports[int(fields[9])] = int(fields[1].rpartition(":")[2], 16)
+    return [ports[inode] for inode in sorted(ports)]
 
 
 # --------------------------------------------------------------------------------------- the control port

@@ -18,6 +18,7 @@ from vllm_kvoffload.demo.server import ServerError
 SHORT_S, LONG_S = 0.3 * LEASE_S, 2.0 * LEASE_S
 IDLE_EACH = 150
 IDLE_S = 20.0
+NIXL_PORTS = 1
 MISMATCH_S = 30.0
 HEALTH_S = 60.0
 """A server that doesn't answer /health for so long is dead, whatever its process does."""
@@ -175,15 +176,17 @@ class Chaos:
                 send(self._fleet.kv_port, self._rng)
             self._alive(f"after {name} at the control port")
 
-    def listeners(self) -> None:
-        """Bytes at every other port on which the processes listen: NIXL's, and those of vLLM and torch."""
+    def nixl(self) -> None:
+        """Bytes at NIXL's ports: the last that an engine opened beside the control port.
+
+        The others are those of torch's process groups, which keep every connection of a stranger open.
+        """
         known = {*self._fleet.ports.values(), self._fleet.kv_port}
-        for name in self._fleet.names:
-            ports = strangers.listening(self._fleet.lives[name].server.pid) - known
-            self._journal.say(f"{name} listens at {len(ports)} more ports")
-            for port in sorted(ports):
-                strangers.raw_garbage(port, self._rng, times=4)
-            self._alive(f"after bytes at the ports of {name}")
+        for name in self._fleet.names[:-1]:
+            ports = strangers.listening(self._fleet.lives[name].server.pid)
+            for port in [port for port in ports if port not in known][-NIXL_PORTS:]:
+                strangers.raw_garbage(port, self._rng)
+            self._alive(f"after bytes at NIXL's ports of {name}")
 
     def http(self) -> None:
         """Hostile HTTP at every HTTP port."""
@@ -251,7 +254,7 @@ KINDS: dict[str, Callable[[Chaos], None]] = {
     "freeze-long": lambda chaos: chaos.frozen(LONG_S),
     "mismatch": Chaos.mismatched,
     "control": Chaos.control,
-    "listeners": Chaos.listeners,
+    "nixl": Chaos.nixl,
     "http": Chaos.http,
     "parameters": Chaos.parameters,
     "idle": Chaos.idle,
