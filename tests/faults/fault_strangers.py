@@ -137,13 +137,10 @@ def learn_hello(prefill_port: int) -> wire.Hello | None:
 
 
 def false_hellos(true: wire.Hello, rng: random.Random, secret: str) -> Iterator[bytes]:
-    """A true introduction under another name, spoiled where a parser may trip; without a secret also the
-    true name."""
+    """A true introduction under other names, spoiled where a parser may trip."""
     replace = msgspec.structs.replace
     if "secret" in {field.name for field in msgspec.structs.fields(wire.Hello)}:
         true = replace(true, secret=secret)
-    if not secret:
-        yield wire.encode(replace(true, num_blocks=true.num_blocks + 1))
     for number in range(40):
         metadata = bytearray(true.metadata)
         for _ in range(1 + number // 10):
@@ -205,37 +202,49 @@ HELLO_CHANGES: tuple[dict[str, Any], ...] = (
 
 
 def frames(port: int, rng: random.Random, secret: str = "", true: wire.Hello | None = None) -> None:
-    """Hostile frames over ZMQ, from a few identities."""
+    """Hostile frames over ZMQ, each under the name that it claims."""
     made = list(hostile_frames(rng, secret, true))
     rng.shuffle(made)
-    _send_zmq(port, [[frame] for frame in made], identities=3)
-    _send_zmq(port, [[b"", made[0]], [made[1], made[2], made[3]], [b"x"] * 30])
+    _send_zmq(port, [(_claimed(frame), [frame]) for frame in made])
+    _send_zmq(port, [(b"parts", parts) for parts in ([b"", made[0]], made[1:4], [b"x"] * 30)])
 
 
 def flood(port: int, rng: random.Random) -> None:
     """Thousands of small frames as fast as they go out."""
-    _send_zmq(port, [[bytes([wire.VERSION]) + rng.randbytes(20)] for _ in range(5000)])
+    _send_zmq(port, [(b"flood", [bytes([wire.VERSION]) + rng.randbytes(20)]) for _ in range(5000)])
 
 
 def huge(port: int, rng: random.Random) -> None:
     """A few frames far beyond any message of the protocol."""
     begins = [bytes([wire.VERSION]), b"", rng.randbytes(10)]
-    _send_zmq(port, [[begin + bytes(HUGE_BYTES)] for begin in begins], identities=3)
+    _send_zmq(port, [(b"huge-%d" % n, [begin + bytes(HUGE_BYTES)]) for n, begin in enumerate(begins)])
 
 
-def _send_zmq(port: int, messages: list[list[bytes]], identities: int = 1) -> None:
+def _claimed(frame: bytes) -> bytes:
+    """The session that a frame comes from, if it says so: decode looks whether it is the connection's."""
+    try:
+        name = wire.decode_to_decode(frame).session.encode()
+    except (wire.WireError, UnicodeError):
+        name = b""
+    return name if 0 < len(name) < 256 else b"stranger"
+
+
+def _send_zmq(port: int, messages: list[tuple[bytes, list[bytes]]]) -> None:
+    """Sends frames, each from the connection of its name."""
     context = zmq.Context()
     context.setsockopt(zmq.LINGER, 200)
+    links: dict[bytes, zmq.Socket[bytes]] = {}
     try:
-        links = []
-        for _ in range(identities):
-            links.append(context.socket(zmq.DEALER))
-            links[-1].setsockopt(zmq.SNDTIMEO, int(1000 * PATIENCE_S))
-            links[-1].setsockopt(zmq.SNDHWM, 10_000)
-            links[-1].connect(f"tcp://{HOST}:{port}")
-        with contextlib.suppress(zmq.ZMQError):
-            for number, message in enumerate(messages):
-                links[number % identities].send_multipart(message)
+        for name, parts in messages:
+            link = links.get(name)
+            if link is None:
+                link = links[name] = context.socket(zmq.DEALER)
+                link.setsockopt(zmq.IDENTITY, name)
+                link.setsockopt(zmq.SNDTIMEO, int(1000 * PATIENCE_S))
+                link.setsockopt(zmq.SNDHWM, 10_000)
+                link.connect(f"tcp://{HOST}:{port}")
+            with contextlib.suppress(zmq.ZMQError):
+                link.send_multipart(parts)
         time.sleep(0.5)
     finally:
         context.destroy()

@@ -120,6 +120,7 @@ def test_strangers_send_what_they_should():
     frames = list(strangers.hostile_frames(random.Random(0), "00ff", true))
     assert wire.encode(strangers.a_hello("00ff")) in frames
     assert len(frames) > 180
+    assert len({strangers._claimed(frame) for frame in frames}) > 40
     assert len(strangers.for_decode()) > 40
     assert len(strangers.for_prefill(9)) > 50
 
