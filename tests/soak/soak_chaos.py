@@ -166,9 +166,11 @@ class Chaos:
     def control(self) -> None:
         """All that a stranger may send to decode's control port."""
         secret = strangers.learn_secret(self._fleet.ports["decode"]) if self._rng.random() < 0.5 else ""
-        true = strangers.learn_hello(self._fleet.ports[self._fleet.prefills[0]])
-        said = "secret" if secret else "no secret", "a true Hello" if true else "no Hello"
-        self._journal.say(f"strangers with {' and '.join(said)}")
+        # Who has the secret may introduce itself as any prefill server: it is trusted with that.
+        true = None if secret else strangers.learn_hello(self._fleet.ports[self._fleet.prefills[0]])
+        self._journal.say(
+            f"strangers with {'the secret' if secret else 'a true Hello' if true else 'nothing'}"
+        )
         for name, send in strangers.CONTROL.items():
             if send is strangers.frames:
                 strangers.frames(self._fleet.kv_port, self._rng, secret, true)
