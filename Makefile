@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-faults lint bench clean
+.PHONY: help setup demo test test-fast test-faults test-soak lint bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -27,6 +27,9 @@ test-fast: setup  ## the tests that take seconds
 
 test-faults: setup  ## every fault on real prefill, decode and proxy processes, and the matrix of them
 	@$(BIN)/python -m tests.faults $(ARGS)
+
+test-soak: setup  ## an hour of load, kills, freezes and strangers (ARGS="--minutes 10" for less; report in build/soak)
+	@$(BIN)/python -m tests.soak $(ARGS)
 
 lint: setup  ## ruff's checks and formatting, and mypy --strict
 	@$(BIN)/ruff check .

@@ -80,6 +80,22 @@ class KVOffloadMultiConnector(multi_connector.MultiConnector):
         for part in reversed(self._connectors):
             part.wait_for_save()  # type: ignore[no-untyped-call]
 
+    def reset_cache(self) -> bool:
+        """All parts, whatever one of them says. False unless each of them is known to be reset."""
+        results = [_reset(part) for part in self._connectors]
+        return all(results)
+
+
+def _reset(part: KVConnectorBase_V1) -> bool:
+    try:
+        done = part.reset_cache()
+    except Exception:
+        logger.exception("%s can't be reset", type(part).__name__)
+        return False
+    if done is None:
+        logger.warning("%s has no reset: what it keeps stays", type(part).__name__)
+    return bool(done)
+
 
 MultiConnector = KVOffloadMultiConnector
 """The name by which vLLM finds it in this module, where a configuration gives `kv_connector_module_path`."""

@@ -80,7 +80,7 @@ fi
 
 PREFILL_KV="{
   \"kv_connector\": \"SfaRemoteD2HConnector\", \"kv_role\": \"kv_producer\", \"kv_port\": $KV_PORT,
-  \"kv_connector_extra_config\": {\"transfer_backend\": \"$BACKEND\"}
+  \"kv_connector_extra_config\": {\"transfer_backend\": \"$BACKEND\", \"decode_hosts\": [\"$DECODE_HOST\"]}
 }"
 PREFILL_OPTIONS=()
 if [[ $STORE != none ]]; then                 # decode pulls out of layer buffers whose KV goes to a store as well
@@ -134,7 +134,9 @@ serve_decode() {
     }" \
     --kv-transfer-config "{
       \"kv_connector\": \"SfaRemoteD2HConnector\", \"kv_role\": \"kv_consumer\", \"kv_port\": $((KV_PORT + $1 * DECODE_TP)),
-      \"kv_connector_extra_config\": {\"transfer_backend\": \"$BACKEND\", \"use_layerwise\": true}
+      \"kv_connector_extra_config\": {
+        \"transfer_backend\": \"$BACKEND\", \"use_layerwise\": true, \"metaserver_hosts\": [\"$PROXY_HOST\"]
+      }
     }"
 }
 

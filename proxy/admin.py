@@ -12,6 +12,7 @@ from vllm_kvoffload.proxy.asgi import Receive, Scope, Send, header, read_body, r
 from vllm_kvoffload.proxy.balance import Instance, Pool
 from vllm_kvoffload.proxy.core import Core, logger
 from vllm_kvoffload.proxy.errors import HttpFailure, Refused
+from vllm_kvoffload.proxy.jsontext import decode_json
 from vllm_kvoffload.proxy.settings import Address, SettingsError, check_host, check_port, is_wildcard
 
 BODY_LIMIT = 64 << 10
@@ -56,7 +57,7 @@ class Admin:
 
     def _named(self, raw: bytes) -> tuple[Pool, Address]:
         try:
-            named = msgspec.json.decode(raw, type=_Named)
+            named = decode_json(raw, _Named)
             pool = {"prefill": self._core.prefillers, "decode": self._core.decoders}[named.role]
             if is_wildcard(named.host):
                 raise SettingsError(f"host: {named.host!r} can't be called")

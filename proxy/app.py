@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hmac
 import re
 import time
 import uuid
@@ -17,31 +19,39 @@ from vllm_kvoffload.proxy.asgi import (
     SSE,
     ClientGone,
     Guard,
+    Hold,
+    Keys,
     Receive,
     Scope,
     Send,
+    check_length,
     header,
+    is_gone,
+    json_bytes,
     read_body,
     respond,
     respond_failure,
     respond_json,
     transport_of,
 )
+from vllm_kvoffload.proxy.balance import fits
 from vllm_kvoffload.proxy.calls import Call, parse_call
 from vllm_kvoffload.proxy.core import Core, Trace, logger
 from vllm_kvoffload.proxy.dispatch import Route
 from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, UpstreamError
 from vllm_kvoffload.proxy.generation import Generation
 from vllm_kvoffload.proxy.health import Prober
+from vllm_kvoffload.proxy.jsontext import decode_json
 from vllm_kvoffload.proxy.metrics import CONTENT_TYPE
 from vllm_kvoffload.proxy.rendezvous import Kind
-from vllm_kvoffload.proxy.settings import ProxySettings
+from vllm_kvoffload.proxy.settings import METASERVER, ProxySettings
 
 access = get_logger("vllm_kvoffload.proxy.access")
 CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 PASSED_ON = (b"authorization", b"traceparent", b"tracestate")
 KINDS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 MESSAGE_LIMIT = 64 << 10  # bytes of a rendezvous post
+DIGEST_SHOWN = 12  # digits of a layout's digest in /health
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -54,13 +64,13 @@ class ProxyApp:
         self.core = Core(settings)
         self.running: set[Guard] = set()
         self.admin = Admin(self.core)
+        self._keys = Keys(settings.api_keys)
         self._prober = Prober(self.core)
         self._routes: dict[tuple[str, str], Handler] = {
             ("GET", "/health"): self._health,
             ("GET", "/healthcheck"): self._health,  # the name it has in vLLM-Ascend's example
             ("GET", "/metrics"): self._metrics,
             ("GET", "/v1/models"): self._models,
-            ("POST", "/v1/metaserver"): self._metaserver,
             **{("POST", path): self._generate for path in KINDS},
         }
         self._paths = {path for _, path in self._routes}
@@ -71,20 +81,38 @@ class ProxyApp:
             return
         if scope["type"] != "http":
             raise RuntimeError(f"the proxy has no {scope['type']} endpoints")
-        path = scope["path"]
-        handler = self._routes.get((scope["method"], path))
+        await self.guarded(self._request, scope, receive, send)
+
+    async def guarded(self, endpoint: Handler, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs ``endpoint``; what it raises is an answer, or the end of a connection, but no crash."""
         try:
-            if handler is not None:
-                await handler(scope, receive, send)
-            elif self.settings.admin_port is None and path.startswith("/admin"):
-                await self.admin(scope, receive, send)
-            else:
-                status = 405 if path in self._paths else 404
-                raise HttpFailure.of(status, f"no {scope['method']} {path} here", kind="NotFoundError")
+            await endpoint(scope, receive, send)
         except HttpFailure as failure:
             await respond_failure(send, failure)
         except ClientGone:
             return
+        except (RuntimeError, OSError):
+            if not is_gone(send):
+                raise
+        except asyncio.CancelledError:
+            # The server gives up what the drain left; uvicorn would print it as the application's crash.
+            with contextlib.suppress(RuntimeError, OSError):  # where the answer has begun, it is cut
+                await respond_failure(send, HttpFailure.of(503, "the proxy is shutting down"))
+
+    async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        handler = self._routes.get((scope["method"], path))
+        if path.startswith("/v1") and not path.startswith(METASERVER):
+            self._keys.check(scope)
+        if handler is not None:
+            await handler(scope, receive, send)
+        elif self.settings.metaserver_port is None and path.startswith(METASERVER):
+            await self.metaserver(scope, receive, send)
+        elif self.settings.admin_port is None and path.startswith("/admin"):
+            await self.admin(scope, receive, send)
+        else:
+            status = 405 if path in self._paths else 404
+            raise HttpFailure.of(status, f"no {scope['method']} {path[:200]} here", kind="NotFoundError")
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -115,12 +143,17 @@ class ProxyApp:
 
     def _tick(self, now: float) -> None:
         for guard in list(self.running):
-            guard.tick(now)
+            try:
+                guard.tick(now)
+            except Exception:  # the other clients' clock goes on
+                self.core.metrics.loop_errors.inc()
+                logger.exception("proxy: a client's tick failed")
 
     # small endpoints
 
     async def _health(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         now = time.monotonic()
+        prefillers, decoders = (pool.instances.values() for pool in self.core.pools)
         state = {
             "draining": self.core.draining,
             **{
@@ -130,8 +163,20 @@ class ProxyApp:
                 }
                 for pool in self.core.pools
             },
+            "layouts": {
+                str(i.address): layout[:DIGEST_SHOWN]
+                for i in (*prefillers, *decoders)
+                if (layout := i.layout(now))
+            },
+            "unfit_pairs": [
+                {"prefill": str(p.address), "decode": str(d.address)}
+                for p in prefillers
+                for d in decoders
+                if not fits(p, d, now)
+            ],
         }
-        ok = not self.core.draining and all(pool.available(now) for pool in self.core.pools)
+        some_p, some_d = (pool.available(now) for pool in self.core.pools)
+        ok = not self.core.draining and any(fits(p, d, now) for p in some_p for d in some_d)
         await respond_json(send, 200 if ok else 503, {"status": "ok" if ok else "unavailable", **state})
 
     async def _metrics(self, _scope: Scope, _receive: Receive, send: Send) -> None:
@@ -153,13 +198,23 @@ class ProxyApp:
             return
         raise failure
 
-    async def _metaserver(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers when the prefill ended: 200, or 502 where it failed or was given up."""
+    async def metaserver(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Decode's posts, at a path that only decode engines are told. Raises ``HttpFailure``."""
+        given = scope["path"].removeprefix(f"{METASERVER}/")
+        token, _, rest = given.partition("/")
+        known = hmac.compare_digest(token.encode(errors="replace"), self.settings.metaserver_token.encode())
+        if not known or scope["method"] != "POST" or rest not in ("", "failed") or given.endswith("/"):
+            raise HttpFailure.of(404, f"no {scope['method']} {scope['path']} here", kind="NotFoundError")
+        check_length(scope, MESSAGE_LIMIT)
         raw = await read_body(receive, MESSAGE_LIMIT, self.settings.deadlines.request_body)
         try:
-            message = msgspec.json.decode(raw)
+            message = decode_json(raw)
         except msgspec.DecodeError as error:
-            raise HttpFailure.of(400, "the body is no JSON") from error
+            raise HttpFailure.of(400, f"the body is no JSON: {error}") from error
+        await (self._failed if rest else self._rendezvous)(message, send)
+
+    async def _rendezvous(self, message: object, send: Send) -> None:
+        """Answers when the prefill ended: 200, or 502 where it failed or was given up."""
         try:
             result, outcome = self.core.meetings.post(message)
         except HttpFailure:
@@ -170,6 +225,12 @@ class ProxyApp:
             raise HttpFailure.of(404, "no request of that id waits for a prefill", kind="NotFoundError")
         if failed := await asyncio.shield(outcome):  # ends by prefill's deadline
             raise HttpFailure.of(502, f"prefill failed: {failed}", kind="UpstreamError")
+        await respond_json(send, 200, {"status": "ok"})
+
+    async def _failed(self, message: object, send: Send) -> None:
+        """Takes decode's notice of a request whose KV it didn't get."""
+        if self.core.meetings.failed(message) is None:
+            raise HttpFailure.of(404, "no request of that id is under way", kind="NotFoundError")
         await respond_json(send, 200, {"status": "ok"})
 
     # completions and chats
@@ -187,19 +248,17 @@ class ProxyApp:
         except HttpFailure as failure:
             trace.status, trace.end = failure.status, "error"
             await respond_failure(send, failure, request_id.encode())
-        except BaseException:
-            trace.end = "crash"
+        except BaseException as error:
+            gone = is_gone(send) and isinstance(error, (RuntimeError, OSError, asyncio.CancelledError))
+            trace.end = "client gone" if gone else "crash"
             raise
         finally:
             self._ended(trace)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, trace: Trace) -> None:
         deadlines = self.settings.deadlines
-        raw = await read_body(receive, self.settings.max_body_bytes, deadlines.request_body)
-        if self.core.draining:
-            raise HttpFailure.of(503, "the proxy is shutting down", kind="ServiceUnavailable")
         kind = KINDS[scope["path"]]
-        call = parse_call(kind, raw, self.settings.max_children)
+        call = await self._read_call(kind, scope, receive)
         trace.children = len(call.children)
         route = Route(self.core, kind, scope["path"], call.stream, _passed_on(scope), trace)
         async with Guard(receive, send, deadlines.client_stall) as guard:
@@ -215,14 +274,44 @@ class ProxyApp:
         if guard.reason is not None:
             trace.end = guard.reason
 
+    async def _read_call(self, kind: Kind, scope: Scope, receive: Receive) -> Call:
+        limit = self.settings.max_body_bytes
+        check_length(scope, limit)
+        hold = Hold(self.core.held)
+        try:
+            raw = await read_body(receive, limit, self.settings.deadlines.request_body, hold)
+            if self.core.draining:
+                raise HttpFailure.of(503, "the proxy is shutting down", kind="ServiceUnavailable")
+            hold.need(json_bytes(raw))
+            return parse_call(kind, raw, self.settings.max_children)
+        finally:
+            hold.release()
+
     async def _answer(self, call: Call, route: Route, answer: Answer) -> None:
-        if len(call.children) > 1:
+        held = self.core.held
+        if not held.take(call.held):
+            raise HttpFailure.of(
+                503, "too much memory is in use by other requests", kind="ServiceUnavailable"
+            )
+        try:
+            await self._answered(call, route, answer)
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            # An engine's answer of a shape that was never seen: the request's failure, not the connection's.
+            logger.exception("proxy: %s", route.trace.request_id)
+            failure = f"the engine's answer could not be understood: {error!r}"
+            raise HttpFailure.of(502, failure, kind="UpstreamError") from error
+        finally:
+            held.give(call.held)
+
+    async def _answered(self, call: Call, route: Route, answer: Answer) -> None:
+        route.children = len(call.children)
+        if route.children > 1:
             children = [(child, Generation(route, child)) for child in call.children]
             if call.stream:
                 await fanout.stream(children, answer.write)
                 await answer.finish()
             else:
-                await answer.whole(await fanout.whole(children))
+                await answer.whole(await fanout.whole(children, self.settings.max_answer_bytes))
             return
         generation = Generation(route, call.children[0])
         try:
@@ -281,14 +370,19 @@ class Answer:
 
     def push(self, data: bytes) -> bool:
         """A later piece of a stream, written without waiting; False where something still waits before it."""
-        if self._transport is None or self._transport.get_write_buffer_size():
+        transport = self._transport
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size():
             return False
+        sending = self._send({"type": "http.response.body", "body": data, "more_body": True})
         try:  # a coroutine that has nothing to wait for ends at its first step
-            self._send({"type": "http.response.body", "body": data, "more_body": True}).send(None)
+            sending.send(None)
         except StopIteration:
             self.guard.sent_bytes += len(data)
             return True
-        raise RuntimeError("the server waits to send though nothing waits before it")
+        except (RuntimeError, OSError):
+            return False  # the connection is closed: whoever reads next finds that out
+        sending.close()  # it waits, with nothing written
+        return False
 
     async def finish(self) -> None:
         """The stream's end."""

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+import hashlib
+import hmac
+import time
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from typing import Any
 
 import msgspec
 
+from vllm_kvoffload.proxy.budget import ByteBudget
 from vllm_kvoffload.proxy.errors import JSON, HttpFailure
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Coroutine[Any, Any, None]]
+FREE_BYTES = 64 << 10  # of each body, which the budget for all bodies doesn't count
+SLOWEST = 128 << 10  # bytes a second that a long upload must reach
 SSE = b"text/event-stream; charset=utf-8"
 
 
@@ -27,12 +33,64 @@ def transport_of(send: Send) -> asyncio.WriteTransport | None:
     return transport
 
 
-async def read_body(receive: Receive, limit: int, deadline: float) -> bytes:
-    """The whole body of at most ``limit`` bytes. Raises ``HttpFailure`` and ``ClientGone``."""
+class Hold:
+    """What one request holds of a budget for bodies. Give it back with :meth:`release`.
+
+    The first ``FREE_BYTES`` of a request are free: short posts get through when large ones fill the budget.
+    """
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
+        self._held = 0
+
+    def need(self, size: int) -> None:
+        """Holds what ``size`` bytes need. Raises ``HttpFailure``: 413 for what never fits, 503 for now."""
+        more = size - FREE_BYTES - self._held
+        if more <= 0:
+            return
+        if size - FREE_BYTES > self._budget.limit:
+            raise HttpFailure.of(
+                413, f"the body needs more than the {self._budget.limit} bytes for all bodies"
+            )
+        if not self._budget.take(more):
+            raise HttpFailure.of(
+                503, "too much memory is in use by other requests", kind="ServiceUnavailable"
+            )
+        self._held += more
+
+    def release(self) -> None:
+        """The request is over."""
+        self._budget.give(self._held)
+        self._held = 0
+
+
+def json_bytes(raw: bytes) -> int:
+    """About the memory of a JSON text and of its values: a list of empty lists takes 20 times its text."""
+    if len(raw) <= FREE_BYTES:
+        return len(raw)
+    return len(raw) + 64 * raw.count(b"[") + 200 * raw.count(b"{") + 40 * raw.count(b",")
+
+
+def _has_come(receive: Receive) -> bool:
+    """Whether uvicorn has the next message already: then there is no wait, and no task for its deadline."""
+    event = getattr(getattr(receive, "__self__", None), "message_event", None)
+    return event is not None and event.is_set()
+
+
+async def read_body(receive: Receive, limit: int, deadline: float, hold: Hold | None = None) -> bytes:
+    """The whole body of at most ``limit`` bytes. Raises ``HttpFailure`` and ``ClientGone``.
+
+    ``deadline``: seconds for each part, and for the whole beyond what it takes at ``SLOWEST`` bytes a second.
+    """
     parts, size = [], 0
+    began = time.monotonic()
     while True:
+        left = began + deadline + size / SLOWEST - time.monotonic()
         try:
-            message = await asyncio.wait_for(receive(), deadline)
+            if left > 0 and _has_come(receive):
+                message = await receive()
+            else:
+                message = await asyncio.wait_for(receive(), min(deadline, left))
         except asyncio.TimeoutError as error:
             raise HttpFailure.of(408, "the request's body didn't come in time") from error
         if message["type"] == "http.disconnect":
@@ -41,9 +99,42 @@ async def read_body(receive: Receive, limit: int, deadline: float) -> bytes:
         size += len(part)
         if size > limit:
             raise HttpFailure.of(413, f"the body is larger than {limit} bytes")
+        if hold is not None:
+            hold.need(size)
         parts.append(part)
         if not message.get("more_body"):
             return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def check_length(scope: Scope, limit: int) -> None:
+    """Raises ``HttpFailure`` for a body that is announced as too large, before any of it is read."""
+    length = header(scope, b"content-length")
+    if length is not None and length.isdecimal() and (len(length) > 18 or int(length) > limit):
+        raise HttpFailure.of(413, f"the body is larger than {limit} bytes")
+
+
+def is_gone(send: Send) -> bool:
+    """Whether the client's connection is closed, so that a failed write is nothing but that."""
+    transport = transport_of(send)
+    return transport is None or transport.is_closing()
+
+
+class Keys:
+    """The API keys that clients may have; none is any. As vLLM's server checks them."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def check(self, scope: Scope) -> None:
+        """Raises ``HttpFailure`` with 401."""
+        if not self._digests:
+            return
+        scheme, _, given = (header(scope, b"authorization") or "").partition(" ")
+        digest = hashlib.sha256(given.encode("latin-1")).digest()
+        # No "any": how long it takes must not depend on which key it is.
+        found = [hmac.compare_digest(digest, known) for known in self._digests]
+        if scheme.lower() != "bearer" or True not in found:
+            raise HttpFailure.of(401, "wrong or missing API key", kind="AuthenticationError")
 
 
 async def respond(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_kvoffload.proxy.errors import NoInstanceError
+from vllm_kvoffload.proxy.errors import NoFitError, NoInstanceError
 from vllm_kvoffload.proxy.settings import Address
 
 Role = Literal["prefill", "decode"]
@@ -16,6 +16,8 @@ PROBES_TO_EJECT = 2
 COOL_DOWN = 2.0
 COOL_DOWN_LIMIT = 30.0
 PREFIXES = 16384  # prefix blocks remembered per engine
+LAYOUT_SECONDS = 600.0  # how long a prefill engine's layout is believed: it may restart between two probes
+PAIR_SECONDS = 60.0  # the same for two engines of which it is only known that they don't fit
 
 
 class Health:
@@ -83,6 +85,9 @@ class Instance:
         self.requests = 0
         self.draining = False
         self._prefixes: OrderedDict[int, None] = OrderedDict()
+        self._layout = ""
+        self._layout_until = float("-inf")
+        self.unfit: dict[Address, float] = {}  # decode engines, for a prefill engine; until when
 
     def matched_tokens(self, demand: Demand) -> int:
         """How much of the prompt this engine has probably in its prefix cache."""
@@ -101,9 +106,35 @@ class Instance:
         while len(self._prefixes) > PREFIXES:
             self._prefixes.popitem(last=False)
 
-    def forget_prefixes(self) -> None:
-        """The engine restarted: its cache is empty."""
+    def layout(self, now: float) -> str:
+        """The digest of its model and KV layout; empty where it is unknown."""
+        return self._layout if now < self._layout_until else ""
+
+    def learn_layout(self, layout: str, until: float) -> None:
+        """The engine, or who heard from it, said its digest."""
+        self._layout, self._layout_until = layout, until
+
+    def restarted(self) -> None:
+        """Another process may answer from now on: its cache is empty and its layout is unknown."""
         self._prefixes.clear()
+        self._layout_until = float("-inf")
+        self.unfit.clear()
+
+
+def fits(prefill: Instance, decode: Instance, now: float) -> bool:
+    """Whether the two may work together: as far as is known, with the same model and KV layout."""
+    if prefill.unfit.get(decode.address, float("-inf")) > now:
+        return False
+    one, other = prefill.layout(now), decode.layout(now)
+    return not one or not other or one == other
+
+
+def mismatched(prefill: Instance, decode: Instance, layout: str, now: float) -> None:
+    """A transfer between the two was refused. ``layout``: the prefill engine's digest, where it is known."""
+    if layout:
+        prefill.learn_layout(layout, now + LAYOUT_SECONDS)
+    if fits(prefill, decode, now):
+        prefill.unfit[decode.address] = now + PAIR_SECONDS
 
 
 class Load:
@@ -144,21 +175,34 @@ class Pool:
         """The engine gets nothing more; requests under way go on."""
         return self.instances.pop(address, None)
 
-    def available(self, now: float, without: Collection[Address] = ()) -> Sequence[Instance]:
+    def available(
+        self,
+        now: float,
+        without: Collection[Address] = (),
+        accept: Callable[[Instance], bool] | None = None,
+    ) -> Sequence[Instance]:
         """The engines to choose from: the healthy ones, or else those that are merely cooling down."""
         known = [i for i in self.instances.values() if not i.draining and i.address not in without]
+        if accept is not None:
+            known = [i for i in known if accept(i)]
         healthy = [i for i in known if i.health.available(now)]
         return healthy or [i for i in known if not i.health.down]
 
-    def acquire(self, demand: Demand, now: float, without: Collection[Address] = ()) -> Load:
+    def acquire(
+        self,
+        demand: Demand,
+        now: float,
+        without: Collection[Address] = (),
+        accept: Callable[[Instance], bool] | None = None,
+    ) -> Load:
         """The engine where the request's tokens are done first, taking what is cached for done.
 
         ``without``: engines that failed this request already; they are taken only when there is no other.
-        Raises ``NoInstanceError``.
+        ``accept``: which engines fit. Raises ``NoInstanceError``, ``NoFitError`` where there are only others.
         """
-        candidates = self.available(now, without) or self.available(now)
+        candidates = self.available(now, without, accept) or self.available(now, (), accept)
         if not candidates:
-            raise NoInstanceError(self.role)
+            raise NoFitError(self.role) if self.available(now) else NoInstanceError(self.role)
         self._turn += 1
         best, best_key = candidates[0], (float("inf"), 0, 0)
         for position, instance in enumerate(candidates):

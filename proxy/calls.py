@@ -14,11 +14,15 @@ from typing import Any
 import msgspec
 
 from vllm_kvoffload.proxy.balance import Demand
-from vllm_kvoffload.proxy.errors import Refused
+from vllm_kvoffload.proxy.errors import HttpFailure, Refused
+from vllm_kvoffload.proxy.jsontext import decode_json
 from vllm_kvoffload.proxy.rendezvous import Kind
 
 BYTES_PER_TOKEN = 4
 PREFIX_BYTES = 1024
+PREFIX_LIMIT = 1 << 20  # bytes of a prompt that prefixes are taken of
+SMALL = 64 << 10  # bytes of a body that is small whatever is in it
+VALUE_BYTES = 64  # that a value takes besides its text: an object, and its place in a list
 TOKENS_OF_A_PART = 512  # an image or a sound in a chat, whose text isn't its size
 EXPECTED_OUTPUT = 256
 OUTPUT_LIMIT = 1024  # a limit asked for says little about what is made
@@ -36,6 +40,7 @@ class Child:
     prefill: Demand
     decode: Demand
     counts_prompt: bool = True  # the first choice of its prompt: usage counts a prompt once
+    size: int = 0  # bytes of its body, about
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,14 @@ class Call:
     stream: bool
     include_usage: bool
     children: tuple[Child, ...]
+    held: int  # bytes that it takes in memory and, with several children, sends, about and at most
+
+
+def weight(raw: bytes) -> int:
+    """The most bytes that the values in a body of JSON can take once they are decoded."""
+    if len(raw) <= SMALL:
+        return len(raw)
+    return len(raw) + VALUE_BYTES * sum(map(raw.count, (b",", b"[", b"{")))
 
 
 def _whole(body: Mapping[str, Any], key: str, default: int) -> int:
@@ -80,21 +93,29 @@ def _refuse_unservable(body: Mapping[str, Any]) -> None:
 
 
 def prefix_hashes(text: bytes, size: int = PREFIX_BYTES) -> tuple[int, ...]:
-    """A hash of each whole prefix of ``size``, 2 ``size``, ... bytes."""
+    """A hash of each whole prefix of ``size``, 2 ``size``, ... bytes of the first ``PREFIX_LIMIT``."""
     made, previous = [], 0
-    for start in range(0, len(text) - size + 1, size):
+    for start in range(0, min(len(text), PREFIX_LIMIT) - size + 1, size):
         previous = hash((previous, text[start : start + size]))
         made.append(previous)
     return tuple(made)
 
 
-def _prompt_demand(prompt: object) -> tuple[int, bytes]:
-    """Tokens, exact for ids and estimated for text, and the bytes that prefixes are taken of."""
+def _utf8_length(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+
+
+def _prompt_demand(prompt: object) -> tuple[int, bytes, int]:
+    """Tokens, exact for ids and estimated for text; what prefixes are taken of; the whole prompt's bytes."""
     if isinstance(prompt, str):
-        text = prompt.encode(errors="surrogatepass")
-        return max(1, len(text) // BYTES_PER_TOKEN), text
-    text = msgspec.json.encode(prompt)
-    return max(1, len(prompt) if isinstance(prompt, list) else 1), text
+        size = _utf8_length(prompt)
+        return max(1, size // BYTES_PER_TOKEN), prompt[:PREFIX_LIMIT].encode(errors="surrogatepass"), size
+    if not isinstance(prompt, list):
+        text = msgspec.json.encode(prompt)
+        return 1, text, len(text)
+    some = prompt[:PREFIX_LIMIT]
+    text = msgspec.json.encode(some)
+    return max(1, len(prompt)), text, len(text) * len(prompt) // max(1, len(some))
 
 
 def _chat_tokens(messages: object) -> int:
@@ -102,7 +123,7 @@ def _chat_tokens(messages: object) -> int:
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, str):
-            total += len(content.encode(errors="surrogatepass")) // BYTES_PER_TOKEN + 4
+            total += _utf8_length(content) // BYTES_PER_TOKEN + 4
         for part in content if isinstance(content, list) else ():
             text = part.get("text") if isinstance(part, dict) else None
             total += len(text) // BYTES_PER_TOKEN if isinstance(text, str) else TOKENS_OF_A_PART
@@ -111,13 +132,14 @@ def _chat_tokens(messages: object) -> int:
 
 def _demand(kind: Kind, body: Mapping[str, Any]) -> Demand:
     if kind == "completion":
-        tokens, text = _prompt_demand(body.get("prompt"))
+        tokens, text, size = _prompt_demand(body.get("prompt"))
     else:
         tools = msgspec.json.encode(body.get("tools"))
         text = tools + msgspec.json.encode(body.get("messages"))
+        size = len(text)
         tokens = max(1, _chat_tokens(body.get("messages")) + len(tools) // BYTES_PER_TOKEN)
     hashes = prefix_hashes(text)
-    return Demand(tokens, hashes, max(1, tokens * PREFIX_BYTES // max(1, len(text))))
+    return Demand(tokens, hashes, max(1, tokens * PREFIX_BYTES // max(1, size)))
 
 
 def output_limit(kind: Kind, body: Mapping[str, Any]) -> int | None:
@@ -130,14 +152,20 @@ def output_limit(kind: Kind, body: Mapping[str, Any]) -> int | None:
 
 
 def child_of(
-    kind: Kind, body: Body, index: int = 0, demand: Demand | None = None, *, counts_prompt: bool = True
+    kind: Kind,
+    body: Body,
+    index: int = 0,
+    demand: Demand | None = None,
+    *,
+    counts_prompt: bool = True,
+    size: int = 0,
 ) -> Child:
     """A child with its weights. ``demand``: of its prompt, where it is known already."""
     demand = demand or _demand(kind, body)
     limit = output_limit(kind, body)
     output = EXPECTED_OUTPUT if limit is None else max(0, min(limit, OUTPUT_LIMIT))
     decode = Demand(demand.tokens + output, demand.prefixes, demand.tokens_per_prefix)
-    return Child(index, body, demand, decode, counts_prompt)
+    return Child(index, body, demand, decode, counts_prompt, size)
 
 
 def _prompts(kind: Kind, body: Mapping[str, Any]) -> list[Any] | None:
@@ -152,11 +180,16 @@ def _prompts(kind: Kind, body: Mapping[str, Any]) -> list[Any] | None:
     return prompt
 
 
-def parse_call(kind: Kind, raw: bytes, max_children: int = 1024) -> Call:
-    """Raises ``Refused`` for what isn't a JSON object and for what can't be served."""
+def parse_call(kind: Kind, raw: bytes, max_children: int = 1024, max_bytes: int = 256 << 20) -> Call:
+    """Raises ``Refused`` for what isn't a JSON object and for what can't be served.
+
+    ``max_bytes``: of the values in the body, and of its children's bodies; beyond it is 413.
+    """
+    if weight(raw) > max_bytes:
+        raise HttpFailure.of(413, f"the body has more values than fit in {max_bytes} bytes")
     try:
-        body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        body = decode_json(raw)
+    except msgspec.DecodeError as error:
         raise Refused(f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refused("the body must be a JSON object")
@@ -170,20 +203,43 @@ def parse_call(kind: Kind, raw: bytes, max_children: int = 1024) -> Call:
     count = n * (len(prompts) if prompts is not None else 1)
     if count > max_children:
         raise Refused(f"{count} choices in one request; at most {max_children} are served", "n")
-    return Call(kind, bool(body.get("stream")), include_usage, _children(kind, body, prompts, n))
+    common_size, sizes = _sizes(prompts, len(raw))
+    held = weight(raw)
+    total = n * (len(sizes) * common_size + sum(sizes))
+    if total > max_bytes and count > 1:
+        raise HttpFailure.of(
+            413, f"{count} choices of this request are {total} bytes; at most {max_bytes} are sent to engines"
+        )
+    if count > 1:
+        held += total
+    sizes = [common_size + size for size in sizes]
+    return Call(kind, bool(body.get("stream")), include_usage, _children(kind, body, prompts, n, sizes), held)
 
 
-def _children(kind: Kind, body: Body, prompts: list[Any] | None, n: int) -> tuple[Child, ...]:
+def _sizes(prompts: list[Any] | None, raw_size: int) -> tuple[int, list[int]]:
+    """Bytes of what all children have in common, and of each prompt."""
+    if prompts is None:
+        return raw_size, [0]
+    if raw_size * len(prompts) <= 1 << 20:
+        return raw_size, [0] * len(prompts)  # too much, and little
+    own = [len(msgspec.json.encode(prompt)) for prompt in prompts]
+    return max(0, raw_size - sum(own)), own
+
+
+def _children(
+    kind: Kind, body: Body, prompts: list[Any] | None, n: int, sizes: list[int]
+) -> tuple[Child, ...]:
     common = {key: value for key, value in body.items() if key not in ("n", "best_of", "request_id")}
     if prompts is None and n == 1:
-        return (child_of(kind, common),)
+        return (child_of(kind, common, size=sizes[0]),)
     seed = body.get("seed")
     made: list[Child] = []
-    for prompt in [None] if prompts is None else prompts:
+    for prompt, size in zip([None] if prompts is None else prompts, sizes, strict=True):
         one = dict(common) if prompts is None else {**common, "prompt": prompt}
         demand = _demand(kind, one)
         for choice in range(n):
             # vLLM gives choice i of a seeded request the seed plus i.
             seeded = {**one, "seed": seed + choice} if isinstance(seed, int) and choice else one
-            made.append(child_of(kind, seeded, len(made), demand, counts_prompt=choice == 0))
+            counts = choice == 0
+            made.append(child_of(kind, seeded, len(made), demand, counts_prompt=counts, size=size))
     return tuple(made)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.proxy.balance import Pool
+from vllm_kvoffload.proxy.budget import ByteBudget
 from vllm_kvoffload.proxy.errors import UpstreamError
 from vllm_kvoffload.proxy.http_client import Client, Connection
 from vllm_kvoffload.proxy.metrics import Metrics
@@ -17,6 +19,7 @@ from vllm_kvoffload.proxy.rendezvous import Meetings
 from vllm_kvoffload.proxy.settings import Address, ProxySettings
 
 logger = get_logger(__name__)
+CONTROL_LIMIT = 64 << 20  # bytes of an answer to a short request; /tokenize has the longest
 
 
 @dataclass
@@ -58,9 +61,12 @@ class Core:
         self.prefillers = Pool("prefill", settings.prefillers)
         self.decoders = Pool("decode", settings.decoders)
         self.meetings = Meetings()
+        self.posts_to = settings.metaserver, settings.failures  # made once: they are in every request
+        self.held = ByteBudget(settings.max_held_bytes)
         shortest = min(vars(settings.deadlines).values())
-        self.client = Client(settings.deadlines.connect, tick=min(0.5, shortest / 4))
-        self.metrics = Metrics((self.prefillers, self.decoders), time.monotonic)
+        tls = settings.engine_tls.context() if settings.engine_tls is not None else None
+        self.client = Client(settings.deadlines.connect, tick=min(0.5, shortest / 4), tls=tls)
+        self.metrics = Metrics((self.prefillers, self.decoders), time.monotonic, self.held)
         self.draining = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -92,12 +98,15 @@ class Core:
         method: str,
         path: str,
         *,
-        body: bytes = b"",
+        body: bytes | Callable[[], bytes] = b"",
         headers: Sequence[tuple[str, str]] = (),
         first: float,
         idle: float,
+        hold: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext,
     ) -> Connection:
         """A request whose answer has started. Raises ``UpstreamError``.
+
+        ``body``: or what makes it, so that it need not be kept; ``hold``: entered while it is sent.
 
         An engine may close an idle connection in the moment a request goes out on it; that request is sent
         once more, on a new one.
@@ -105,9 +114,17 @@ class Core:
         fresh = False
         while True:
             try:
-                connection = await self.client.request(
-                    address, method, path, body=body, headers=headers, first=first, idle=idle, fresh=fresh
-                )
+                async with hold():
+                    connection = await self.client.request(
+                        address,
+                        method,
+                        path,
+                        body=body() if callable(body) else body,
+                        headers=headers,
+                        first=first,
+                        idle=idle,
+                        fresh=fresh,
+                    )
             except UpstreamError as error:
                 error.sent = error.sent or fresh
                 raise
@@ -115,7 +132,7 @@ class Core:
                 await connection.start()
             except UpstreamError as error:
                 connection.close()
-                if not connection.reused or error.deadline or fresh:
+                if not connection.reused or error.deadline or error.down or fresh:
                     raise
                 fresh = True
                 continue
@@ -131,14 +148,16 @@ class Core:
         path: str,
         body: bytes = b"",
         headers: Sequence[tuple[str, str]] = (),
+        seconds: float | None = None,
     ) -> tuple[int, bytes, bytes]:
         """Status, body and content type of a short request. Raises ``UpstreamError``."""
-        seconds = self.settings.deadlines.control
+        seconds = self.settings.deadlines.control if seconds is None else seconds
         connection = await self.exchange(
             address, method, path, body=body, headers=headers, first=seconds, idle=seconds
         )
         try:
-            return connection.status, await connection.read_all(), connection.header(b"content-type")
+            body = await connection.read_all(CONTROL_LIMIT)
+            return connection.status, body, connection.header(b"content-type")
         finally:
             connection.close()
 

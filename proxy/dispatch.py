@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
-from vllm_kvoffload.proxy.balance import Load
+from vllm_kvoffload.proxy.balance import LAYOUT_SECONDS, Instance, Load, fits, mismatched
+from vllm_kvoffload.proxy.budget import Window
 from vllm_kvoffload.proxy.calls import Child
 from vllm_kvoffload.proxy.core import Core, Trace, logger
-from vllm_kvoffload.proxy.errors import HttpFailure, UpstreamError
+from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, ReceiveError, UpstreamError
 from vllm_kvoffload.proxy.http_client import Connection
-from vllm_kvoffload.proxy.rendezvous import Kind, Message, Outcome, decode_params, external_id, new_parent
+from vllm_kvoffload.proxy.jsontext import decode_json
+from vllm_kvoffload.proxy.rendezvous import (
+    Kind,
+    Message,
+    Notice,
+    Outcome,
+    decode_params,
+    digest_of,
+    external_id,
+    new_parent,
+)
 from vllm_kvoffload.proxy.sanitize import prefill_body
 from vllm_kvoffload.proxy.settings import Address
 from vllm_kvoffload.proxy.usage import cached_tokens
 
 UNAVAILABLE = frozenset({502, 503, 504})  # statuses that speak against the engine, not against the request
+NOTICE_SECONDS = 1.0  # decode's "500" and its notice of the reason travel on two connections
+WINDOW = 8 << 20  # bytes of a request's children that are on their way to engines at a time
+FAILURES = frozenset({"aborted", "rendezvous", "prefill", "read", "mismatch", "deadline"})  # known reasons
 
 
 @dataclass
 class Route:
-    """What every dispatch of one client request has in common. ``avoid``: engines that failed it."""
+    """What every dispatch of one client request has in common.
+
+    ``avoid``: engines that failed it. ``window``: of the bytes that its children send at a time.
+    """
 
     core: Core
     kind: Kind
@@ -33,6 +52,15 @@ class Route:
     headers: Sequence[tuple[str, str]]
     trace: Trace
     avoid: set[Address] = field(default_factory=set)
+    window: Window | None = None
+    children: int = 1
+
+    def hold(self, size: int) -> contextlib.AbstractAsyncContextManager[None]:
+        """Entered while a child's body is sent."""
+        if self.children == 1:
+            return contextlib.nullcontext()
+        self.window = self.window or Window(WINDOW)
+        return self.window.hold(size)
 
 
 class Dispatch:
@@ -49,7 +77,10 @@ class Dispatch:
         self._connection: Connection | None = None
         self._load: Load | None = None
         self._prefill: asyncio.Task[None] | None = None
+        self._prefiller: Instance | None = None  # the last that was asked
         self._failure: Exception | None = None
+        self._notice: ReceiveError | None = None
+        self._told = asyncio.Event()  # why it failed: prefill's failure or decode's notice
         self._began = time.monotonic()
 
     @property
@@ -69,32 +100,72 @@ class Dispatch:
         With a stream that is at once; else it is when everything is done.
         """
         core, deadlines = self._core, self._core.settings.deadlines
-        self._load = load = core.decoders.acquire(self.child.decode, time.monotonic(), self.route.avoid)
+        self._load = load = await self._decoder()
         self.route.trace.decode = str(load.instance.address)
         body = dict(self.child.body)
-        body["kv_transfer_params"] = decode_params(core.settings.metaserver)
-        core.meetings.expect(self.request_id, self._on_message)
+        body["kv_transfer_params"] = decode_params(*core.posts_to)
+        core.meetings.expect(self.request_id, self._on_message, self._on_notice)
         first = deadlines.first_output if self.route.stream else deadlines.answer
-        connection = await core.client.request(
-            load.instance.address,
-            "POST",
-            self.route.path,
-            body=msgspec.json.encode(body),
-            headers=[*self.route.headers, ("x-request-id", self.parent)],
-            first=first,
-            idle=deadlines.idle,
-        )
+        async with self.route.hold(self.child.size):
+            connection = await core.client.request(
+                load.instance.address,
+                "POST",
+                self.route.path,
+                body=msgspec.json.encode(body),
+                headers=[*self.route.headers, ("x-request-id", self.parent)],
+                first=first,
+                idle=deadlines.idle,
+            )
         self._connection = connection
+        if self.route.children > 1:
+            connection.high_water = 0  # what all children hold back together counts
         if self._failure is not None:
             connection.fail(self._failure)
         await connection.start()
         if connection.status in UNAVAILABLE:
             load.instance.health.failed(time.monotonic())
         if connection.status >= 400:
-            answer = await connection.read_all()
+            answer = await connection.read_all(core.settings.max_answer_bytes)
             kind = connection.header(b"content-type", b"application/json")
-            raise HttpFailure(connection.status, answer, kind, connection.header(b"retry-after") or None)
+            retry_after = connection.header(b"retry-after") or None
+            raise await self.cause(HttpFailure(connection.status, answer, kind, retry_after))
         connection.expect_output(deadlines.first_output if self.route.stream else deadlines.idle)
+
+    async def _decoder(self) -> Load:
+        """A decode engine for which there is a prefill engine: without one it would wait in vain.
+
+        Raises ``NoInstanceError`` and ``NoFitError``.
+        """
+        core, now = self._core, time.monotonic()
+        prefillers = core.prefillers.available(now)
+        if prefillers and not any(p.health.available(now) for p in prefillers):
+            # All cool down after failures: decode is asked when one of them accepts connections again.
+            reached = await asyncio.gather(*(self._reaches(prefill) for prefill in prefillers))
+            prefillers = [p for p, there in zip(prefillers, reached, strict=True) if there]
+        if not prefillers:
+            raise NoInstanceError("prefill")
+
+        def accept(decode: Instance) -> bool:
+            return any(fits(prefill, decode, now) for prefill in prefillers)
+
+        return core.decoders.acquire(self.child.decode, now, self.route.avoid, accept)
+
+    async def _reaches(self, instance: Instance) -> bool:
+        try:
+            await self._core.client.reach(instance.address)
+        except UpstreamError:
+            instance.health.failed(time.monotonic(), unreachable=True)
+            return False
+        return True
+
+    async def cause(self, failure: HttpFailure) -> Exception:
+        """Why decode answered with ``failure``: prefill's failure, decode's notice, or ``failure`` itself."""
+        if failure.status < 500 or not self.prefilled:
+            return failure
+        if self._failure is None and self._notice is None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._told.wait(), NOTICE_SECONDS)
+        return self._failure or self._notice or failure
 
     @property
     def prefilled(self) -> bool:
@@ -108,12 +179,19 @@ class Dispatch:
         """
         if self._load is None or error is self._failure:
             return False  # prefill's failure, which has been blamed on prefill
+        if isinstance(error, ReceiveError):
+            # A mismatch is remembered of the pair; else it may be either engine's fault.
+            if error.failure != "mismatch" and self._prefiller is not None:
+                self.route.avoid.add(self._prefiller.address)
+            if error.failure == "read":
+                self.route.avoid.add(self._load.instance.address)
+            return error.failure == "mismatch"
         connection = self._connection
         fresh = connection is None or not connection.reused or connection.status != 0
-        if not fresh and not error.deadline and not self.prefilled:
+        if not fresh and not error.deadline and not error.down and not self.prefilled:
             return True
         self.route.avoid.add(self._load.instance.address)
-        self._load.instance.health.failed(time.monotonic(), unreachable=not error.sent)
+        _failed(self._load.instance, error)
         return False
 
     def succeeded(self) -> None:
@@ -138,13 +216,30 @@ class Dispatch:
             await asyncio.wait([self._prefill], timeout=seconds)
 
     def _on_message(self, message: Message) -> Outcome:
-        self._core.metrics.rendezvous.observe(time.monotonic() - self._began)
+        now = time.monotonic()
+        self._core.metrics.rendezvous.observe(now - self._began)
+        layout = digest_of(message.get("remote_layout"))
+        if layout and self._load is not None:
+            self._load.instance.learn_layout(layout, now + LAYOUT_SECONDS)
         outcome: Outcome = asyncio.get_running_loop().create_future()
         self._prefill = self._core.spawn(self._run_prefill(message))
-        self._prefill.add_done_callback(
-            lambda task: outcome.set_result("cancelled" if task.cancelled() else str(self._failure or ""))
-        )
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not outcome.done():
+                outcome.set_result("cancelled" if task.cancelled() else str(self._failure or ""))
+
+        self._prefill.add_done_callback(ended)
         return outcome
+
+    def _on_notice(self, notice: Notice) -> None:
+        failure = notice.failure if notice.failure in FAILURES else "other"
+        self._core.metrics.receive_failures.labels(failure).inc()
+        where = self._prefiller.address if self._prefiller is not None else "prefill"
+        logger.warning("proxy: decode didn't get %s from %s: %s", self.request_id, where, notice.error)
+        if failure == "mismatch" and self._prefiller is not None and self._load is not None:
+            mismatched(self._prefiller, self._load.instance, notice.prefill_layout, time.monotonic())
+        self._notice = ReceiveError(f"decode did not get the prompt's KV: {notice.error}", failure)
+        self._told.set()
 
     async def _run_prefill(self, message: Message) -> None:
         try:
@@ -156,6 +251,10 @@ class Dispatch:
             self._failure = HttpFailure.of(504, "prefill gave no answer in time", kind="Timeout")
         except (UpstreamError, HttpFailure) as error:
             self._failure = error
+        except Exception as error:  # a prefill that failed must never pass for one that didn't
+            logger.exception("proxy: prefill of %s", self.request_id)
+            self._failure = HttpFailure.of(500, f"the proxy failed at prefill: {error!r}")
+        self._told.set()
         self._core.metrics.prefill_failures.inc()
         logger.warning("proxy: prefill of %s failed: %s", self.request_id, self._failure)
         if self._connection is not None:
@@ -163,16 +262,16 @@ class Dispatch:
 
     async def _call_prefill(self, message: Message) -> object:
         """The answer of a prefill engine. One that can't be reached is passed over."""
-        body = msgspec.json.encode(prefill_body(self.child.body, message))
+        made = prefill_body(self.child.body, message)
         budget = self._core.settings.max_retries
         while True:
-            load = self._core.prefillers.acquire(self.child.prefill, time.monotonic(), self.route.avoid)
+            load = self._prefill_load()
             self.route.trace.prefill = str(load.instance.address)
             try:
-                return await self._prefill_on(load, body)
+                return await self._prefill_on(load, made)
             except UpstreamError as error:
                 self.route.avoid.add(load.instance.address)
-                load.instance.health.failed(time.monotonic(), unreachable=not error.sent)
+                _failed(load.instance, error)
                 if error.sent or budget <= 0:
                     raise  # prefill may have sent decode some of the KV: only a new request is clean
                 budget -= 1
@@ -180,20 +279,30 @@ class Dispatch:
                 load.release()
             await asyncio.sleep(0.05 if len(self.route.avoid) > 1 else 0)
 
-    async def _prefill_on(self, load: Load, body: bytes) -> object:
-        deadlines = self._core.settings.deadlines
+    def _prefill_load(self) -> Load:
+        assert self._load is not None
+        now, decode = time.monotonic(), self._load.instance
+        load = self._core.prefillers.acquire(
+            self.child.prefill, now, self.route.avoid, lambda prefill: fits(prefill, decode, now)
+        )
+        self._prefiller = load.instance
+        return load
+
+    async def _prefill_on(self, load: Load, body: dict[str, Any]) -> object:
+        core, deadlines = self._core, self._core.settings.deadlines
         began = time.monotonic()
-        connection = await self._core.exchange(
+        connection = await core.exchange(
             load.instance.address,
             "POST",
             self.route.path,
-            body=body,
+            body=lambda: msgspec.json.encode(body),
             headers=[*self.route.headers, ("x-request-id", self.parent)],
             first=deadlines.prefill,
             idle=deadlines.idle,
+            hold=lambda: self.route.hold(self.child.size),
         )
         try:
-            answer = await connection.read_all()
+            answer = await connection.read_all(core.settings.max_answer_bytes)
             kind = connection.header(b"content-type", b"application/json")
             if connection.status >= 400:
                 if connection.status in UNAVAILABLE:
@@ -202,8 +311,14 @@ class Dispatch:
         finally:
             connection.close()
         load.instance.health.succeeded()
-        self._core.metrics.prefill_seconds.observe(time.monotonic() - began)
+        core.metrics.prefill_seconds.observe(time.monotonic() - began)
         try:
-            return msgspec.json.decode(answer)
+            return decode_json(answer)
         except msgspec.DecodeError as error:
-            raise HttpFailure.of(502, "prefill answered something else than JSON") from error
+            raise HttpFailure.of(502, f"prefill answered something else than JSON: {error}") from error
+
+
+def _failed(instance: Instance, error: UpstreamError) -> None:
+    instance.health.failed(time.monotonic(), unreachable=not error.sent)
+    if not error.sent:
+        instance.restarted()  # what accepts connections there next is another process

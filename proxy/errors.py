@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from vllm_kvoffload.proxy.jsontext import decode_json
+from vllm_kvoffload.proxy.log_limit import one_line
+
 JSON = b"application/json"
 
 
@@ -21,7 +24,7 @@ class HttpFailure(Exception):
     def __init__(
         self, status: int, body: bytes, content_type: bytes = JSON, retry_after: bytes | None = None
     ) -> None:
-        super().__init__(f"{status}: {body[:200].decode(errors='replace')}")
+        super().__init__(f"{status}: {one_line(body[:200].decode(errors='replace'))}")
         self.status = status
         self.body = body
         self.content_type = content_type
@@ -38,7 +41,7 @@ class HttpFailure(Exception):
     def event(self) -> bytes:
         """The failure as a server-sent event, in one line whatever the engine sent."""
         try:
-            value = msgspec.json.decode(self.body)
+            value = decode_json(self.body)
         except msgspec.DecodeError:
             value = None
         if not isinstance(value, dict) or "error" not in value:
@@ -63,10 +66,42 @@ class NoInstanceError(HttpFailure):
         )
 
 
-class UpstreamError(Exception):
-    """A transport failure. ``sent`` says whether the engine may have seen the request."""
+class NoFitError(HttpFailure):
+    """There are engines of a role, but none that fits one of the other role."""
 
-    def __init__(self, message: str, *, sent: bool, deadline: bool = False) -> None:
-        super().__init__(message)
+    def __init__(self, role: str) -> None:
+        message = (
+            f"no {role} engine fits: those available have another model or KV layout than the engines of the "
+            "other role; GET /health names the pairs"
+        )
+        super().__init__(503, error_body(503, message, "ServiceUnavailable"), retry_after=b"1")
+
+
+class UpstreamError(Exception):
+    """A transport failure.
+
+    ``sent``: the engine may have seen the request. ``deadline``: it gave no answer in time. ``down``: probes
+    found it frozen or gone while it was at work. ``final``: another engine would do the same.
+    """
+
+    status = 502
+    type = "UpstreamError"
+
+    def __init__(
+        self, message: str, *, sent: bool, deadline: bool = False, down: bool = False, final: bool = False
+    ) -> None:
+        super().__init__(one_line(message))
         self.sent = sent
         self.deadline = deadline
+        self.down = down
+        self.final = final
+
+
+class ReceiveError(UpstreamError):
+    """Decode said why it didn't get a request's KV. ``failure``: ``ReceiveFailure``'s value."""
+
+    type = "KVTransferError"
+
+    def __init__(self, message: str, failure: str) -> None:
+        super().__init__(message, sent=True)
+        self.failure = failure

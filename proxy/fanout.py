@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -11,10 +12,11 @@ import msgspec
 from vllm_kvoffload.proxy.calls import Child
 from vllm_kvoffload.proxy.errors import HttpFailure
 from vllm_kvoffload.proxy.generation import Generation
+from vllm_kvoffload.proxy.jsontext import decode_json
 from vllm_kvoffload.proxy.merge import StreamMerger, merged_answer
 
 Pairs = Sequence[tuple[Child, Generation]]
-PIECES_AHEAD = 256  # of all children together, for a client that reads slowly
+BYTES_AHEAD = 1 << 20  # of all children together, for a client that reads slowly
 
 
 async def _all(work: Sequence[Awaitable[Any]]) -> list[Any]:
@@ -28,39 +30,101 @@ async def _all(work: Sequence[Awaitable[Any]]) -> list[Any]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _whole_child(generation: Generation) -> dict[str, Any]:
-    await generation.start()
-    answer = msgspec.json.decode(await generation.answer())
-    if not isinstance(answer, dict):
-        raise HttpFailure.of(502, "decode answered no JSON object", kind="UpstreamError")
-    return answer
+class _Answers:
+    """The children's answers until all are there, of at most ``limit`` bytes together."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._size = 0
+
+    async def whole(self, generation: Generation) -> dict[str, Any]:
+        """One child's."""
+        await generation.start()
+        raw = await generation.answer()
+        self._size += len(raw)
+        if self._size > self._limit:
+            message = f"the choices of the answer have more than {self._limit} bytes"
+            raise HttpFailure.of(502, message, kind="UpstreamError")
+        try:
+            answer = decode_json(raw)
+        except msgspec.DecodeError as error:
+            message = f"decode answered something else than JSON: {error}"
+            raise HttpFailure.of(502, message, kind="UpstreamError") from error
+        if not isinstance(answer, dict):
+            raise HttpFailure.of(502, "decode answered no JSON object", kind="UpstreamError")
+        return answer
 
 
-async def whole(children: Pairs) -> bytes:
+async def whole(children: Pairs, limit: int) -> bytes:
     """The merged answer. Raises ``HttpFailure`` of the first child that fails, after ending the others."""
+    answers = _Answers(limit)
     try:
-        answers = await _all([_whole_child(generation) for _, generation in children])
-        return msgspec.json.encode(merged_answer([child for child, _ in children], answers))
+        found = await _all([answers.whole(generation) for _, generation in children])
+        return msgspec.json.encode(merged_answer([child for child, _ in children], found))
     finally:
         for _, generation in children:
             generation.close()
 
 
+class _Ahead:
+    """What children made and the client has not taken yet, up to ``BYTES_AHEAD``."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[tuple[Child, bytes]] = deque()
+        self._size = 0
+        self._ended = False
+        self._room = asyncio.Event()
+        self._room.set()
+        self._some = asyncio.Event()
+
+    async def room(self) -> None:
+        """Waits until a child may read on: before it reads, so that the rest stays in its connection."""
+        while self._size >= BYTES_AHEAD:
+            self._room.clear()
+            await self._room.wait()
+
+    def put(self, child: Child, data: bytes) -> None:
+        """A child's events."""
+        self._pieces.append((child, data))
+        self._size += len(data)
+        self._some.set()
+
+    def end(self) -> None:
+        """There is nothing more."""
+        self._ended = True
+        self._some.set()
+
+    async def get(self) -> tuple[Child, bytes] | None:
+        """The next events; None at the end."""
+        while not self._pieces:
+            if self._ended:
+                return None
+            self._some.clear()
+            await self._some.wait()
+        child, data = self._pieces.popleft()
+        self._size -= len(data)
+        if self._size < BYTES_AHEAD:
+            self._room.set()
+        return child, data
+
+
 async def stream(children: Pairs, write: Callable[[bytes], Awaitable[None]]) -> None:
     """Writes the merged stream with its end. Raises ``HttpFailure`` like :func:`whole`."""
-    queue: asyncio.Queue[tuple[Child, bytes] | None] = asyncio.Queue(PIECES_AHEAD)
+    ahead = _Ahead()
 
     async def pump(child: Child, generation: Generation) -> None:
+        await ahead.room()
         while data := await generation.read():
-            await queue.put((child, data))
+            ahead.put(child, data)
+            await ahead.room()
 
     async def pump_all() -> None:
         await _all([pump(child, generation) for child, generation in children])
-        await queue.put(None)
+        ahead.end()
 
     async def merge() -> None:
         merger = StreamMerger()
-        while (item := await queue.get()) is not None:
+        while (item := await ahead.get()) is not None:
             if data := merger.events(*item):
                 await write(data)
         await write(merger.end())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,8 @@ from vllm_kvoffload.proxy import sse
 from vllm_kvoffload.proxy.calls import Child, child_of
 from vllm_kvoffload.proxy.core import logger
 from vllm_kvoffload.proxy.dispatch import Dispatch, Route
-from vllm_kvoffload.proxy.errors import HttpFailure, UpstreamError
+from vllm_kvoffload.proxy.errors import HttpFailure, NoFitError, NoInstanceError, ReceiveError, UpstreamError
+from vllm_kvoffload.proxy.jsontext import decode_json
 from vllm_kvoffload.proxy.recompute import (
     MARK,
     CannotContinue,
@@ -21,14 +23,20 @@ from vllm_kvoffload.proxy.recompute import (
     Transcript,
     continuation_event,
     continued_body,
+    is_opening,
     is_recomputed,
     joined_answer,
     last_words,
+    stops_at_mark,
 )
 from vllm_kvoffload.proxy.usage import UsageFacts, rewrite_usage
 
 CACHED = b'"cached_tokens"'
 PARAMS = b'"kv_transfer_params":{'
+OPENING_LIMIT = 64 << 10  # bytes of a stream's opening that wait for its first output
+RETRIED_FAILURES = frozenset({"rendezvous", "prefill", "read", "deadline"})  # at most once
+TOKENIZERS = 2  # engines that are asked for a text's token ids
+RETRIES_WHERE_DOWN = 2  # dispatches after an engine that froze: a request may be what freezes them
 
 
 class Generation:
@@ -47,15 +55,20 @@ class Generation:
         self._buffer = sse.EventBuffer()
         self._transcript = Transcript(route.kind)
         self._identity = Identity()
-        self._seen = False
+        self._seen = False  # the client has output
+        self._delivered = False  # the client has output of the current dispatch
+        self._opening: list[bytes] = []  # a chat's events before its output
+        # Where the client's own stop string is the engine's mark, nothing says which of the two it was.
+        self._own_stop = stops_at_mark(child.body)
         self._push: Callable[[bytes], bool] | None = None
         self._made_tokens = 0  # in earlier dispatches
         self._offset = 0  # characters made in earlier dispatches
         self._recomputes = 0
         self._retries = route.core.settings.max_retries
-        self._after_send = (
-            1  # retries of a request that an engine may have worked on: it may be what kills it
-        )
+        # Retries of a request that an engine may have worked on: it may be what kills it.
+        self._after_send = 1
+        self._after_down = RETRIES_WHERE_DOWN
+        self._last_error: UpstreamError | None = None
 
     def close(self) -> None:
         """Ends what is still running."""
@@ -68,26 +81,42 @@ class Generation:
             self.close()
             self._dispatch = Dispatch(self._route, self._child)
             self._buffer = sse.EventBuffer()
+            self._delivered = False
+            self._opening = []
             try:
                 await self._dispatch.open()
                 return
             except UpstreamError as error:
                 await self._may_retry(error)
+            except (NoInstanceError, NoFitError) as error:
+                if isinstance(self._last_error, ReceiveError):  # which says why there is no other engine left
+                    raise self._failure(self._last_error) from error
+                raise
 
     async def _may_retry(self, error: UpstreamError) -> None:
         """Returns where another dispatch may be tried. Raises ``HttpFailure``."""
         assert self._dispatch is not None
         worked_on = error.sent and not self._dispatch.blame(error)
         self._dispatch.close()
+        self._last_error = error
         self._retries -= 1
-        self._after_send -= worked_on
-        if self._seen or error.deadline or self._retries < 0 or self._after_send < 0:
-            status = 504 if error.deadline else 502
-            raise HttpFailure.of(status, str(error), kind="UpstreamError") from error
+        if error.down:
+            self._after_down -= 1
+        else:
+            self._after_send -= worked_on
+        ends = self._delivered or error.deadline or error.final
+        if isinstance(error, ReceiveError):
+            ends = ends or error.failure not in {*RETRIED_FAILURES, "mismatch"}
+        if ends or min(self._retries, self._after_send, self._after_down) < 0:
+            raise self._failure(error) from error
         self._route.trace.retries += 1
         self._core.metrics.retries.inc()
         logger.warning("proxy: dispatching %s again: %s", self._dispatch.request_id, error)
         await asyncio.sleep(0.02 * 2 ** (self._core.settings.max_retries - self._retries))
+
+    @staticmethod
+    def _failure(error: UpstreamError) -> HttpFailure:
+        return HttpFailure.of(504 if error.deadline else error.status, str(error), kind=error.type)
 
     # streams
 
@@ -108,6 +137,25 @@ class Generation:
 
     async def read(self) -> bytes:
         """Whole events, at least one; empty at the end. Raises ``HttpFailure``."""
+        while data := await self._piece():
+            if MARK in data and (split := self._split_at_recomputed(data)) is not None:
+                if data := await self._go_on(*split):  # of the dispatch before the current one
+                    self._seen = True
+                    return data
+                continue
+            self._transcript.add(data)
+            if self._recomputes or CACHED in data:
+                data = await self._rewritten(data)
+            if data:
+                self._seen = self._delivered = True
+                return data
+        return b""
+
+    async def _piece(self) -> bytes:
+        """Whole events of an engine's answer, the first with its output; empty at the end.
+
+        Where a dispatch fails before output, they are those of the next one.
+        """
         while True:
             assert self._dispatch is not None
             connection = self._dispatch.connection
@@ -115,45 +163,66 @@ class Generation:
                 connection.taker = self._take
             try:
                 data = await connection.read()
+                if data:
+                    data = self._fed(data)
+                    if not data:
+                        continue
+                else:
+                    self._dispatch.succeeded()
+                    data = self._buffer.rest()
+                if self._delivered:
+                    return data
+                if data and await self._opens(data):
+                    continue
             except UpstreamError as error:
                 await self._may_retry(error)
                 await self.start()
                 continue
-            if data:
-                data = self._buffer.feed(data)
-                if not data:
-                    continue
-            else:
-                self._dispatch.succeeded()
-                data = self._buffer.rest()
-                if not data:
-                    return b""
-            if not self._seen:
-                self._check_first(data)
-            if MARK in data and (split := self._split_at_recomputed(data)) is not None:
-                data = await self._go_on(*split)
-            else:
-                self._transcript.add(data)
-                if self._recomputes or CACHED in data:
-                    data = await self._rewritten(data)
-            if data:
-                self._seen = True
-                return data
+            data = b"".join([*self._opening, data])
+            self._opening = []
+            return data
 
-    def _check_first(self, data: bytes) -> None:
-        """An engine that fails before its first token says so in an event of a 200 answer."""
-        event = sse.parse(next(sse.payloads(data), b""))
-        error = event.get("error") if event is not None else None
-        if error:
-            code = error.get("code") if isinstance(error, dict) else None
-            status = code if isinstance(code, int) and 400 <= code < 600 else 500
-            raise HttpFailure(status, msgspec.json.encode(event))
+    def _fed(self, data: bytes) -> bytes:
+        try:
+            return self._buffer.feed(data)
+        except sse.EventTooLarge as error:
+            assert self._dispatch is not None
+            self._dispatch.close()
+            raise HttpFailure.of(502, f"decode sent no events: {error}", kind="UpstreamError") from error
+
+    async def _opens(self, data: bytes) -> bool:
+        """Whether the stream goes on to its first output; what says only who speaks waits for it.
+
+        vLLM names the role in an event of its own before it looks whether the request failed. Raises that
+        failure, which is the first event then, or the second.
+        """
+        assert self._dispatch is not None
+        for payload in sse.payloads(data):
+            event = sse.parse(payload)
+            if event is not None and event.get("error"):
+                raise await self._dispatch.cause(self._error_in(event))
+            if event is None or not is_opening(event):
+                return False
+        if sum(map(len, self._opening)) + len(data) > OPENING_LIMIT:
+            return False
+        self._opening.append(data)
+        return True
+
+    @staticmethod
+    def _error_in(event: dict[str, Any]) -> HttpFailure:
+        error = event["error"]
+        code = error.get("code") if isinstance(error, dict) else None
+        return HttpFailure(
+            code if isinstance(code, int) and 400 <= code < 600 else 500, msgspec.json.encode(event)
+        )
 
     def _split_at_recomputed(self, data: bytes) -> tuple[bytes, dict[str, Any], bytes] | None:
         """What is before the giving-up event, it, what is after; None where only the text says the word."""
+        if self._own_stop:
+            return None
         events = list(sse.split(data))
         for index, raw in enumerate(events):
-            if MARK in raw:
+            if MARK in raw:  # a text may have the word too
                 event = sse.parse(next(sse.payloads(raw), b""))
                 if event is not None and is_recomputed(event):
                     return b"".join(events[:index]), event, b"".join(events[index + 1 :])
@@ -176,10 +245,11 @@ class Generation:
     async def _rest_of_usage(self, event: dict[str, Any], after: bytes) -> dict[str, Any] | None:
         """Usage of the dispatch that gave up, from the events at its end."""
         assert self._dispatch is not None
-        parts = [after]
+        parts, size = [after], 0
         try:
-            while data := await self._dispatch.connection.read():
+            while (data := await self._dispatch.connection.read()) and size < sse.EVENT_LIMIT:
                 parts.append(data)
+                size += len(data)
             self._dispatch.succeeded()
         except UpstreamError:
             pass
@@ -235,7 +305,9 @@ class Generation:
             continues, tokens, body = False, 0, self._first.body
         self._made_tokens = tokens
         self._offset = len(self._transcript.text)
-        self._child = replace(child_of(self._route.kind, body), index=self._first.index)
+        self._child = replace(
+            child_of(self._route.kind, body, size=self._first.size), index=self._first.index
+        )
         await self.start()
         return continues
 
@@ -255,20 +327,23 @@ class Generation:
 
     async def _tokenized(self, text: str) -> list[int] | None:
         """The ids of ``text``, from a decode engine's /tokenize; None where there is none."""
-        address = self._dispatch.decode_address if self._dispatch is not None else None
-        if address is None:
-            return None
+        own = self._dispatch.decode_address if self._dispatch is not None else None
+        others = [i.address for i in self._core.decoders.available(time.monotonic()) if i.address != own]
         asked = {"prompt": text, "add_special_tokens": False}
         if "model" in self._first.body:
             asked["model"] = self._first.body["model"]
-        try:
-            status, answer, _ = await self._core.control(
-                address, "POST", "/tokenize", msgspec.json.encode(asked), self._route.headers
-            )
-            ids = msgspec.json.decode(answer).get("tokens") if status == 200 else None
-        except (UpstreamError, msgspec.DecodeError, AttributeError):
-            return None
-        return ids if isinstance(ids, list) else None
+        for address in [own, *others][:TOKENIZERS] if own is not None else others[:TOKENIZERS]:
+            try:
+                status, answer, _ = await self._core.control(
+                    address, "POST", "/tokenize", msgspec.json.encode(asked), self._route.headers
+                )
+                found = decode_json(answer) if status == 200 else None
+            except (UpstreamError, msgspec.DecodeError):
+                continue
+            ids = found.get("tokens") if isinstance(found, dict) else None
+            if isinstance(ids, list):
+                return ids
+        return None
 
     # whole answers
 
@@ -277,21 +352,27 @@ class Generation:
         earlier: dict[str, Any] | None = None
         while True:
             raw = await self._whole()
-            plain = earlier is None and MARK not in raw and CACHED not in raw and PARAMS not in raw
+            plain = (
+                earlier is None
+                and (self._own_stop or MARK not in raw)
+                and CACHED not in raw
+                and PARAMS not in raw
+            )
             if plain:
                 return raw
             answer = self._decoded(raw)
             if isinstance(answer.get("usage"), dict):
                 rewrite_usage(answer["usage"], await self._facts())
             answer.pop("kv_transfer_params", None)
-            if not is_recomputed(answer):
+            if self._own_stop or not is_recomputed(answer):
                 if earlier is not None:
                     answer = joined_answer(self._route.kind, earlier, answer)
                 return msgspec.json.encode(answer)
             self._transcript.add_choice(answer["choices"][0])
             usage = answer.get("usage")
             if isinstance(usage, dict):  # which has all tokens already, and those of this dispatch are wanted
-                reported = int(usage.get("completion_tokens") or 0)
+                reported = usage.get("completion_tokens")
+                reported = reported if isinstance(reported, int) else 0
                 usage = {**usage, "completion_tokens": reported - self._made_tokens}
             joined = answer if earlier is None else joined_answer(self._route.kind, earlier, answer)
             earlier = joined if await self._continue(usage) else None
@@ -300,7 +381,7 @@ class Generation:
         while True:
             assert self._dispatch is not None
             try:
-                raw = await self._dispatch.connection.read_all()
+                raw = await self._dispatch.connection.read_all(self._core.settings.max_answer_bytes)
             except UpstreamError as error:
                 await self._may_retry(error)
                 await self.start()
@@ -310,11 +391,10 @@ class Generation:
 
     def _decoded(self, raw: bytes) -> dict[str, Any]:
         try:
-            answer = msgspec.json.decode(raw)
+            answer = decode_json(raw)
         except msgspec.DecodeError as error:
-            raise HttpFailure.of(
-                502, "decode answered something else than JSON", kind="UpstreamError"
-            ) from error
+            message = f"decode answered something else than JSON: {error}"
+            raise HttpFailure.of(502, message, kind="UpstreamError") from error
         if not isinstance(answer, dict):
             raise HttpFailure.of(502, "decode answered no JSON object", kind="UpstreamError")
         return answer

@@ -1,4 +1,4 @@
-"""Active probes: GET /health of every engine, beside the requests."""
+"""Active probes: GET /health of every engine, beside the requests, each engine by a task of its own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ import random
 from vllm_kvoffload.proxy.balance import Instance
 from vllm_kvoffload.proxy.core import Core, logger
 from vllm_kvoffload.proxy.errors import UpstreamError
+from vllm_kvoffload.proxy.settings import PROBE_JITTER, Address
+
+LATE = 1.25  # times a probe's deadline
+LOOK_SECONDS = 0.5  # how often engines that were added or removed are looked for
 
 
 class Prober:
-    """Probes all engines every ``probe_interval`` seconds; 0 is never."""
+    """Probes each engine every ``probe_interval`` seconds; 0 is never.
+
+    An engine is down after two failed probes in a row. Where there was no answer at all, it is frozen or cut
+    off, and no call under way will end: those are cut off too, so that their requests go elsewhere. An engine
+    that refuses connections, or says itself that it isn't well, may still finish what it has: it is only not
+    chosen any more.
+    """
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -22,22 +32,86 @@ class Prober:
             self._core.spawn(self._run())
 
     async def _run(self) -> None:
-        while True:
-            instances = [i for pool in self._core.pools for i in pool.instances.values()]
-            await asyncio.gather(*(self.probe(i) for i in instances))
-            await asyncio.sleep(self._core.settings.probe_interval * random.uniform(0.8, 1.2))
-
-    async def probe(self, instance: Instance) -> None:
-        """One probe; an engine that comes or goes is logged."""
+        watches: dict[Instance, asyncio.Task[None]] = {}
         try:
-            status, _, _ = await self._core.control(instance.address, "GET", "/health")
-        except UpstreamError:
-            status = 0
+            while True:
+                instances = {i for pool in self._core.pools for i in pool.instances.values()}
+                for gone in watches.keys() - instances:
+                    watches.pop(gone).cancel()
+                for instance in instances:
+                    if instance not in watches or watches[instance].done():
+                        watches[instance] = asyncio.create_task(self._watch(instance))
+                await asyncio.sleep(min(LOOK_SECONDS, self._core.settings.probe_interval))
+        finally:
+            for watch in watches.values():
+                watch.cancel()
+            await asyncio.gather(*watches.values(), return_exceptions=True)
+
+    async def _watch(self, instance: Instance) -> None:
+        settings = self._core.settings
+        while True:
+            try:
+                well = await self.probe(instance)
+            except Exception:  # whatever it is, the next probe comes
+                well = False
+                self._core.metrics.loop_errors.inc()
+                logger.exception("proxy: probing %s engine %s", instance.role, instance.address)
+            again = not well and not instance.health.down
+            pause = settings.probe_interval * random.uniform(2 - PROBE_JITTER, PROBE_JITTER)
+            await asyncio.sleep(settings.probe_again if again else pause)
+
+    async def probe(self, instance: Instance) -> bool:
+        """One probe; whether it was good. An engine that comes or goes is logged."""
+        core, address, seconds = self._core, instance.address, self._core.settings.deadlines.probe
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        silent, reason, status = False, "", 0
+        try:
+            status = await self._status(address, seconds)
+            reason = f"GET /health says {status}"
+        except asyncio.TimeoutError:
+            silent, reason = True, f"no answer to GET /health within {seconds:g} s"
+        except UpstreamError as error:
+            silent = error.deadline or isinstance(error.__cause__, asyncio.TimeoutError)
+            reason = str(error)
+        except Exception as error:  # a probe that can't be made is a failed one
+            core.metrics.loop_errors.inc()
+            reason = repr(error)
+        late = clock() - began > LATE * seconds  # it was this process that stood still
+        if silent and (late or core.client.heard_since(address, began)):
+            return False  # or the engine is at work, only its /health is slow: asked again soon, not counted
         was_down = instance.health.down
         instance.health.probed(ok=status == 200)
         if instance.health.down and not was_down:
-            instance.forget_prefixes()
-            self._core.client.forget(instance.address)
-            logger.warning("proxy: %s engine %s is down", instance.role, instance.address)
+            instance.restarted()
+            for pool in core.pools:
+                for other in pool.instances.values():
+                    other.unfit.pop(address, None)
+            core.client.forget(address)
+            logger.warning("proxy: %s engine %s is down: %s", instance.role, address, reason)
         elif was_down and not instance.health.down:
-            logger.info("proxy: %s engine %s is back", instance.role, instance.address)
+            instance.restarted()
+            logger.info("proxy: %s engine %s is back", instance.role, address)
+        if instance.health.down and silent:
+            self._cut_off(instance, reason)
+        return status == 200
+
+    async def _status(self, address: Address, seconds: float) -> int:
+        """Of GET /health. Raises ``UpstreamError``, ``asyncio.TimeoutError``."""
+        work = asyncio.create_task(self._core.control(address, "GET", "/health", seconds=seconds))
+        try:
+            # Not wait_for, which swallows a cancellation in the moment of the answer: a watch must end by it.
+            await asyncio.wait({work}, timeout=seconds)
+            if not work.done():
+                raise asyncio.TimeoutError
+            return work.result()[0]
+        finally:
+            work.cancel()
+
+    def _cut_off(self, instance: Instance, reason: str) -> None:
+        """Also while it stays down: a call may have been on its way there when that was found."""
+        address = instance.address
+        ended = self._core.client.fail(address, f"{instance.role} engine {address} is down: {reason}")
+        if ended:
+            self._core.metrics.cut_off.inc(ended)
+            logger.warning("proxy: %d calls to %s were cut off", ended, address)

@@ -8,18 +8,37 @@ for goes to the connection's `taker` first, if it has one: what that takes needs
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import httptools
 
+from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.proxy.errors import UpstreamError
 from vllm_kvoffload.proxy.settings import Address
+
+logger = get_logger(__name__)
 
 Headers = list[tuple[bytes, bytes]]
 KEEP_IDLE = 3.0  # seconds; less than uvicorn's 5, so that a reused connection is rarely one that is closing
 HIGH_WATER = 256 << 10  # bytes that wait for a slow client until reading stops
+HEAD_LIMIT = 64 << 10  # bytes of an answer's heads, "continue" and its like included, and of its trailers
+KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
+LARGE = 64 << 10  # bytes of a request from which the writer waits until the engine took them
+
+
+def keep_alive(sock: Any) -> None:
+    """A machine that restarted says so to TCP's own probes: no exchange waits for what it had."""
+    if sock is None:
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEP_ALIVE.items():
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class Connection(asyncio.Protocol):
@@ -35,6 +54,7 @@ class Connection(asyncio.Protocol):
         self._loop = loop
         self._transport: asyncio.Transport | None = None
         self._idle_timeout = 0.0
+        self._drained: asyncio.Future[None] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -48,6 +68,8 @@ class Connection(asyncio.Protocol):
         self._error: Exception | None = None
         self._parts: list[bytes] = []
         self._size = 0
+        self._bare = 0  # bytes that brought no body since the last that did: heads, trailers
+        self.high_water = HIGH_WATER
         self._waiter: asyncio.Future[None] | None = None
         self.taker: Callable[[bytes], bool] | None = None
 
@@ -55,9 +77,11 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        keep_alive(transport.get_extra_info("socket"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self.resume_writing()
         if self._complete:
             return
         if self._started and not self._has_length():
@@ -68,20 +92,42 @@ class Connection(asyncio.Protocol):
                 UpstreamError(f"{self.address} closed the connection: {exc or 'end of file'}", sent=True)
             )
 
+    def pause_writing(self) -> None:
+        self._drained = self._drained or self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        drained, self._drained = self._drained, None
+        if drained is not None and not drained.done():
+            drained.set_result(None)
+
     def data_received(self, data: bytes) -> None:
         self.touched = True
+        before = self._size
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self.fail(UpstreamError(f"{self.address} sent no HTTP: {error}", sent=True))
-            self._abort()
+            self._end(f"{self.address} sent no HTTP: {error}")
             return
+        if self._size != before:
+            self._bare = 0
+        elif not self._complete:
+            # The parser keeps a field until its end; no answer has more of what isn't its body.
+            self._bare += len(data)
+            if self._bare > HEAD_LIMIT:
+                self._end(f"{self.address} sent more than {HEAD_LIMIT} bytes of header fields")
+                return
         waiter = self._waiter
         if waiter is not None and not waiter.done():
-            if self.taker is not None and self._taken(self.taker):
+            try:
+                if self.taker is not None and self._taken(self.taker):
+                    return
+            except Exception as error:
+                # The transport would print it and close; here the request gets its reason.
+                logger.exception("proxy: passing on output of %s failed", self.address)
+                self._end(f"output of {self.address} could not be passed on: {error!r}")
                 return
             waiter.set_result(None)
-        if self._size > HIGH_WATER and not self._paused and self._transport is not None:
+        if self._size > self.high_water and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
 
@@ -101,7 +147,8 @@ class Connection(asyncio.Protocol):
         pass
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
+        if not self._started:  # trailers mean nothing here
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -137,6 +184,11 @@ class Connection(asyncio.Protocol):
         finally:
             self._waiter = None
 
+    def _end(self, reason: str) -> None:
+        self._parts.clear()
+        self.fail(UpstreamError(reason, sent=True))
+        self._abort()
+
     def _abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
@@ -157,10 +209,16 @@ class Connection(asyncio.Protocol):
         self._idle_timeout = idle
         self._transport.write(request)
 
+    async def flushed(self) -> None:
+        """Waits until the engine took most of the request, or the exchange failed."""
+        if self._drained is not None and self._error is None:
+            await self._drained
+
     def tick(self, now: float) -> None:
         """The client's clock: moves the deadline on after activity, fails the exchange past it."""
         if self.touched and self._started:
             self.touched = False
+            self._client.heard[self.address] = now
             self.deadline = now + self._idle_timeout
         elif self._paused:
             self.deadline = now + self._idle_timeout  # it is the reader who keeps the engine waiting
@@ -178,6 +236,7 @@ class Connection(asyncio.Protocol):
         if self._error is None and not self._complete:
             self._error = error
             self._wake()
+            self.resume_writing()
 
     async def start(self) -> None:
         """Waits for status and headers. Raises ``UpstreamError``."""
@@ -207,10 +266,14 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
         return data
 
-    async def read_all(self) -> bytes:
-        """The whole body."""
-        parts = []
+    async def read_all(self, limit: int) -> bytes:
+        """The whole body. Raises ``UpstreamError``, also where it is larger than ``limit`` bytes."""
+        parts, size = [], 0
         while data := await self.read():
+            size += len(data)
+            if size > limit:
+                self._abort()
+                raise UpstreamError(f"{self.address} answered more than {limit} bytes", sent=True, final=True)
             parts.append(data)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -244,13 +307,16 @@ def request_bytes(
 class Client:
     """Connections to all engines. Belongs to one event loop; :meth:`open` before use."""
 
-    def __init__(self, connect_timeout: float, tick: float = 0.5) -> None:
+    def __init__(self, connect_timeout: float, tick: float = 0.5, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self._connect_timeout = connect_timeout
         self._tick_seconds = tick
         self._idle: dict[Address, deque[Connection]] = {}
         self._busy: set[Connection] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._each_tick: list[Callable[[float], None]] = []
+        self.heard: dict[Address, float] = {}  # when bytes of an answer under way were last seen
+        self.tick_errors = 0
 
     def open(self) -> None:
         """Starts the clock of deadlines."""
@@ -282,17 +348,34 @@ class Client:
 
         ``fresh``: never on a connection that was used before. Raises ``UpstreamError``.
         """
-        message = request_bytes(method, path, address.authority, headers, body)
+        try:
+            message = request_bytes(method, path, address.authority, headers, body)
+        except UnicodeError as error:  # of a host that was never checked
+            raise UpstreamError(f"no connection to {address}: {error}", sent=False) from error
         connection = None if fresh else self._take(address)
         if connection is None:
             connection = await self._connect(address)
         self._busy.add(connection)
         try:
             connection.send(message, first=first, idle=idle)
-        except UpstreamError:
+            if len(message) > LARGE:
+                del message, body
+                await connection.flushed()
+        except BaseException:
             self.give_back(connection, reusable=False)
             raise
         return connection
+
+    async def reach(self, address: Address) -> None:
+        """Makes sure that an engine accepts connections; the next request uses this one.
+
+        Raises ``UpstreamError``.
+        """
+        connection = self._take(address)
+        if connection is None:
+            connection = await self._connect(address)
+            connection.idle_since = self._loop.time()
+        self._idle.setdefault(address, deque()).append(connection)
 
     def _take(self, address: Address) -> Connection | None:
         queue = self._idle.get(address)
@@ -311,11 +394,14 @@ class Client:
 
         try:
             _, connection = await asyncio.wait_for(
-                self._loop.create_connection(make, address.host, address.port), self._connect_timeout
+                self._loop.create_connection(make, address.host, address.port, ssl=self._tls),
+                self._connect_timeout,
             )
-        except (OSError, asyncio.TimeoutError) as error:
-            reason = str(error) or "no answer in time"
-            raise UpstreamError(f"no connection to {address}: {reason}", sent=False) from error
+        except asyncio.TimeoutError as error:
+            raise UpstreamError(f"no connection to {address}: no answer in time", sent=False) from error
+        except Exception as error:
+            # The resolver has more ways to refuse a name than OSError: UnicodeError, ValueError.
+            raise UpstreamError(f"no connection to {address}: {error or repr(error)}", sent=False) from error
         return connection
 
     def give_back(self, connection: Connection, *, reusable: bool) -> None:
@@ -334,16 +420,38 @@ class Client:
         for connection in self._idle.pop(address, ()):
             connection.abort()
 
+    def fail(self, address: Address, reason: str) -> int:
+        """Ends every exchange with an engine that probes found to be down; their number."""
+        ended = [c for c in self._busy if c.address == address]
+        for connection in ended:
+            connection.fail(UpstreamError(reason, sent=True, down=True))
+            connection.abort()
+        self.forget(address)
+        self.heard.pop(address, None)
+        return len(ended)
+
+    def heard_since(self, address: Address, since: float) -> bool:
+        """Whether an answer under way brought bytes after ``since`` (the loop's time), seen at a tick."""
+        return self.heard.get(address, float("-inf")) - self._tick_seconds > since
+
     def _tick(self) -> None:
         now = self._loop.time()
         self._timer = self._loop.call_later(self._tick_seconds, self._tick)
-        for connection in list(self._busy):
-            connection.tick(now)
-        for queue in self._idle.values():
+        calls = [connection.tick for connection in self._busy]
+        for call in (*calls, self._drop_old, *self._each_tick):
+            try:
+                call(now)
+            except Exception:  # one that fails must not take the others' clock away
+                self.tick_errors += 1
+                if self.tick_errors.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
+                    logger.exception("proxy: a tick failed, %d so far", self.tick_errors)
+
+    def _drop_old(self, now: float) -> None:
+        for address, queue in list(self._idle.items()):
             while queue and (queue[0].idle_since < now - KEEP_IDLE or not queue[0].usable):
                 queue.popleft().abort()
-        for call in self._each_tick:
-            call(now)
+            if not queue:
+                del self._idle[address]
 
     def close(self) -> None:
         """Stops the clock and closes every connection."""

@@ -7,8 +7,13 @@ from typing import Any
 
 from vllm_kvoffload.proxy import sse
 from vllm_kvoffload.proxy.calls import Child
-from vllm_kvoffload.proxy.recompute import Identity
+from vllm_kvoffload.proxy.recompute import Identity, choices_of
 from vllm_kvoffload.proxy.usage import Usage, add_usage
+
+
+def _usage(answer: Mapping[str, Any]) -> Usage:
+    usage = answer.get("usage")
+    return usage if isinstance(usage, dict) else {}
 
 
 def merged_answer(children: Sequence[Child], answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -16,9 +21,9 @@ def merged_answer(children: Sequence[Child], answers: Sequence[Mapping[str, Any]
     made = dict(answers[0])
     choices = []
     for child, answer in zip(children, answers, strict=True):
-        choices += [{**choice, "index": child.index} for choice in answer.get("choices") or ()]
+        choices += [{**choice, "index": child.index} for choice in choices_of(answer)]
     made["choices"] = choices
-    parts = [(a.get("usage") or {}, c.counts_prompt) for c, a in zip(children, answers, strict=True)]
+    parts = [(_usage(a), c.counts_prompt) for c, a in zip(children, answers, strict=True)]
     if any(usage for usage, _ in parts):
         made["usage"] = add_usage(parts)
     made.pop("kv_transfer_params", None)
@@ -49,7 +54,7 @@ class StreamMerger:
                 if not event.get("choices"):
                     self._shape = event
                     continue
-            for choice in event.get("choices") or ():
+            for choice in choices_of(event):
                 choice["index"] = child.index
             made.append(sse.event(event))
         return b"".join(made)

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from vllm_kvoffload.proxy.balance import Instance, Pool
+from vllm_kvoffload.proxy.budget import ByteBudget
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -58,9 +59,12 @@ class _Instances(Collector):
 class Metrics:
     """The counters, on a registry of their own."""
 
-    def __init__(self, pools: tuple[Pool, ...], now: Callable[[], float]) -> None:
+    def __init__(self, pools: tuple[Pool, ...], now: Callable[[], float], held: ByteBudget) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(_Instances(pools, now))
+        Gauge(f"{PREFIX}_held_bytes", "Bytes of requests held", registry=registry).set_function(
+            lambda: held.used
+        )
         self.requests = Counter(
             f"{PREFIX}_requests", "Requests ended", ["endpoint", "status", "end"], registry=registry
         )
@@ -91,6 +95,21 @@ class Metrics:
         self.posts = Counter(f"{PREFIX}_metaserver_posts", "Rendezvous posts", ["result"], registry=registry)
         self.prefill_failures = Counter(
             f"{PREFIX}_prefill_failures", "Prefills that failed", registry=registry
+        )
+
+        self.receive_failures = Counter(
+            f"{PREFIX}_receive_failures",
+            "Requests that decode ended since it didn't get their KV",
+            ["failure"],
+            registry=registry,
+        )
+        self.cut_off = Counter(
+            f"{PREFIX}_calls_cut_off",
+            "Calls ended since their engine gave no sign of life",
+            registry=registry,
+        )
+        self.loop_errors = Counter(
+            f"{PREFIX}_loop_errors", "Exceptions in background loops, which went on", registry=registry
         )
 
     def page(self) -> bytes:

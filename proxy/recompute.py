@@ -16,6 +16,7 @@ from vllm_kvoffload.proxy.usage import UsageFacts, rewrite_usage
 
 MARK = b"recomputed"
 DIGEST_BYTES = 64 << 10
+TEXT_LIMIT = 16 << 20  # characters; more than any model's context
 GRAMMARS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
@@ -23,12 +24,37 @@ class CannotContinue(Exception):
     """What was made so far can't be given to an engine as the start of the same answer."""
 
 
+def choices_of(event: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Its choices, whatever an engine sent."""
+    choices = event.get("choices")
+    return [c for c in choices if isinstance(c, dict)] if isinstance(choices, list) else []
+
+
 def is_recomputed(event: Mapping[str, Any]) -> bool:
     """Whether this event or answer is the engine's giving up."""
-    return any(
-        isinstance(choice, dict) and choice.get("stop_reason") == "recomputed"
-        for choice in event.get("choices") or ()
-    )
+    return any(choice.get("stop_reason") == "recomputed" for choice in choices_of(event))
+
+
+def stops_at_mark(body: Mapping[str, Any]) -> bool:
+    """Whether the client's own stop strings have the engine's mark among them.
+
+    vLLM reports the stop string that it met as ``stop_reason``, where an engine that gives up writes its
+    mark, both with ``finish_reason`` "stop".
+    """
+    stop = body.get("stop")
+    return stop == "recomputed" or (isinstance(stop, list) and "recomputed" in stop)
+
+
+def is_opening(event: Mapping[str, Any]) -> bool:
+    """Whether a chat's event has no output yet: only who speaks."""
+    choices = choices_of(event)
+    for choice in choices:
+        delta = choice.get("delta")
+        if not isinstance(delta, dict) or "role" not in delta or choice.get("finish_reason") is not None:
+            return False
+        if any(value for key, value in delta.items() if key != "role"):
+            return False
+    return bool(choices)
 
 
 class Transcript:
@@ -46,6 +72,8 @@ class Transcript:
         self._token_ids: list[int] = []
         self._has_ids = True  # every piece of text came with its ids
         self._pieces = 0
+        self._held = 0  # characters of the text
+        self.too_long = False  # for its text to be kept: the answer can't go on elsewhere
         self.plain = True  # nothing but text: no tool call, no reasoning
 
     def add(self, events: bytes) -> None:
@@ -58,15 +86,21 @@ class Transcript:
 
     def _digest(self) -> None:
         raw, self._raw, self._raw_bytes = b"".join(self._raw), [], 0
+        if self.too_long:
+            return
         for payload in sse.payloads(raw):
             event = sse.parse(payload)
-            for choice in (event or {}).get("choices") or ():
+            for choice in choices_of(event or {}):
                 self.add_choice(choice)
+        if self._held > TEXT_LIMIT:
+            self.too_long = True
+            self._text, self._token_ids, self._has_ids = [], [], False
 
     def add_choice(self, choice: Mapping[str, Any]) -> None:
         """One choice of an event or of a whole answer."""
         if self.kind == "chat":
-            part = choice.get("delta") or choice.get("message") or {}
+            part = choice.get("delta") or choice.get("message")
+            part = part if isinstance(part, dict) else {}
             text = part.get("content") or ""
             if any(part.get(k) for k in ("tool_calls", "function_call", "reasoning", "reasoning_content")):
                 self.plain = False
@@ -77,7 +111,8 @@ class Transcript:
             self._token_ids += ids
         elif text:
             self._has_ids = False
-        if text:
+        if isinstance(text, str) and text:
+            self._held += len(text)
             self._text.append(text)
             self._pieces += 1
 
@@ -101,6 +136,9 @@ class Transcript:
 
     def check_continues(self, body: Mapping[str, Any]) -> None:
         """Raises ``CannotContinue``."""
+        self._digest()
+        if self.too_long:
+            raise CannotContinue(f"the answer so far has more than {TEXT_LIMIT} characters")
         if not self.text:
             if self.plain:
                 return
@@ -183,8 +221,7 @@ def continuation_event(
     ``offset``: characters made before, for the text offsets of log probabilities.
     """
     event.update(identity.fields)
-    choices = event.get("choices") or []
-    for choice in choices:
+    for choice in choices_of(event):
         delta = choice.get("delta")
         if isinstance(delta, dict) and delta.pop("role", None) and not delta.get("content"):
             delta.pop("content", None)
@@ -201,7 +238,7 @@ def continuation_event(
 def last_words(event: dict[str, Any]) -> dict[str, Any] | None:
     """What the giving-up event says besides: its text, as an ordinary event; None when it has none."""
     kept = False
-    for choice in event.get("choices") or ():
+    for choice in choices_of(event):
         delta = choice.get("delta")
         kept = kept or bool(choice.get("text")) or (isinstance(delta, dict) and any(delta.values()))
         choice["finish_reason"] = choice["stop_reason"] = None

@@ -8,17 +8,22 @@ of which an engine has only a few at a time.
 
 from __future__ import annotations
 
+import re
 import uuid
 from asyncio import Future
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from vllm_kvoffload.proxy.errors import Refused
+from vllm_kvoffload.proxy.settings import SettingsError, check_host, is_wildcard
 
 Kind = Literal["completion", "chat"]
 Message = dict[str, Any]
 Outcome = Future[str]  # of a prefill: empty, or what went wrong
 Start = Callable[[Message], Outcome]
+DIGEST = re.compile(r"[0-9a-fA-F]{1,128}")
+REASON_LIMIT = 2000  # characters of a notice's sentence that reach the client
 
 # Field -> accepted types; what isn't here is passed on to prefill as it came.
 REQUIRED: dict[str, tuple[type, ...]] = {
@@ -34,11 +39,13 @@ OPTIONAL: dict[str, tuple[type, ...]] = {
     "remote_tp_size": (int, str),
     "remote_pcp_size": (int, str),
     "remote_dcp_size": (int, str),
+    "remote_secret": (str,),
+    "remote_layout": (str,),
 }
 
 
 def new_parent() -> str:
-    """What goes in ``X-Request-Id``: random, since whoever knows it may post for the request."""
+    """What goes in ``X-Request-Id``: random, so that no two requests meet."""
     return str(uuid.uuid4())
 
 
@@ -47,9 +54,48 @@ def external_id(kind: Kind, parent: str) -> str:
     return f"chatcmpl-{parent}" if kind == "chat" else f"cmpl-{parent}-0"
 
 
-def decode_params(metaserver: str) -> dict[str, Any]:
+def decode_params(metaserver: str, failures: str) -> dict[str, Any]:
     """``kv_transfer_params`` of the decode request."""
-    return {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": metaserver}
+    return {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "metaserver": metaserver,
+        "failures": failures,
+    }
+
+
+def digest_of(value: object) -> str:
+    """A layout's digest as an engine sent it; empty where it is none."""
+    return value.lower() if isinstance(value, str) and DIGEST.fullmatch(value) else ""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Why decode ended a request that it was receiving. ``failure``: ``ReceiveFailure``'s value."""
+
+    failure: str
+    error: str
+    prefill_layout: str = ""
+
+
+def check_notice(message: object) -> tuple[str, Notice]:
+    """The request's id and the notice. Raises ``Refused``."""
+    if not isinstance(message, dict):
+        raise Refused("a JSON object was expected")
+    for name in ("request_id", "error", "failure"):
+        if not isinstance(message.get(name), str):
+            raise Refused(f"{name} must be a string", name)
+    layout = digest_of(message.get("prefill_layout"))
+    return message["request_id"], Notice(message["failure"], message["error"][:REASON_LIMIT], layout)
+
+
+def _check_host(host: str) -> None:
+    if is_wildcard(host):
+        raise Refused(f"remote_host {host[:80]!r} can't be called", "remote_host")
+    try:
+        check_host(host, "remote_host")
+    except SettingsError as error:
+        raise Refused(str(error), "remote_host") from error
 
 
 def check_message(message: object) -> Message:
@@ -65,6 +111,7 @@ def check_message(message: object) -> Message:
             if boolean or not isinstance(value, types):
                 expected = " or ".join(t.__name__ for t in types)
                 raise Refused(f"{name} must be {expected}, found {type(value).__name__}", name)
+    _check_host(message["remote_host"])
     if not 0 < message["remote_port"] < 65536:
         raise Refused(f"remote_port {message['remote_port']} is no port", "remote_port")
     if message["remote_cached_tokens"] < 0:
@@ -81,19 +128,31 @@ class Meetings:
 
     def __init__(self) -> None:
         self._waiting: dict[str, Start | Outcome] = {}
+        self._told: dict[str, Callable[[Notice], None]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def expect(self, request_id: str, start: Start) -> None:
-        """``start`` is called with the first good post for ``request_id``, once."""
+    def expect(self, request_id: str, start: Start, failed: Callable[[Notice], None]) -> None:
+        """``start`` is called with the first good post for ``request_id``, once; ``failed`` with notices."""
         if request_id in self._waiting:
             raise ValueError(f"{request_id} is expected already")
         self._waiting[request_id] = start
+        self._told[request_id] = failed
 
     def forget(self, request_id: str) -> None:
         """Posts for ``request_id`` are unknown from now on."""
         self._waiting.pop(request_id, None)
+        self._told.pop(request_id, None)
+
+    def failed(self, message: object) -> Notice | None:
+        """Takes decode's notice; None for an id that isn't known. Raises ``Refused`` for a bad message."""
+        request_id, notice = check_notice(message)
+        told = self._told.get(request_id)
+        if told is None:
+            return None
+        told(notice)
+        return notice
 
     def post(self, message: object) -> tuple[Literal["started", "repeated", "unknown"], Outcome | None]:
         """Takes one post. Raises ``Refused`` for a bad message, but only of a request that is known.

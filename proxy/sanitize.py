@@ -1,8 +1,8 @@
 """The prefill request made of a client's request, by one table.
 
-A prefill engine makes one token, whatever was asked for. What shapes the prompt stays as it is, since both
-engines must see the same tokens: messages, tools, tool_choice, response_format, chat template arguments,
-truncation, cache_salt.
+A prefill engine makes one token, whatever was asked for. Nothing reads that token: it is the most likely one,
+and what would shape it is left out. What shapes the prompt stays, since both engines must see the same
+tokens: messages, tools, tool_choice, response_format, chat template arguments, truncation, cache_salt.
 """
 
 from __future__ import annotations
@@ -34,11 +34,18 @@ PREFILL_TABLE: Final[Mapping[str, object]] = {
     "return_token_ids": DROP,
     "return_tokens_as_token_ids": DROP,
     "thinking_token_budget": DROP,
+    "temperature": 0,
+    **dict.fromkeys(("top_p", "top_k", "min_p", "seed"), DROP),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), DROP),
+    **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "watermarking"), DROP),
+    **dict.fromkeys(("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"), DROP),
+    **dict.fromkeys(("structured_outputs", "repetition_detection"), DROP),
+    **dict.fromkeys(("use_beam_search", "length_penalty"), DROP),
     "kv_transfer_params": DROP,
     "request_id": DROP,
 }
 # Set on every prefill request; the others above only replace a value that is there.
-ALWAYS: Final = frozenset({"stream", "max_tokens", "min_tokens"})
+ALWAYS: Final = frozenset({"stream", "max_tokens", "min_tokens", "temperature"})
 
 
 def prefill_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,28 +6,35 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import uvicorn
+import uvloop
 
-from vllm_kvoffload.proxy.app import ProxyApp
-from vllm_kvoffload.proxy.asgi import Receive, Scope, Send, respond_failure
+from vllm_kvoffload.proxy.app import Handler, ProxyApp
+from vllm_kvoffload.proxy.asgi import Receive, Scope, Send
 from vllm_kvoffload.proxy.core import logger
-from vllm_kvoffload.proxy.errors import HttpFailure
+from vllm_kvoffload.proxy.edge import edge
 from vllm_kvoffload.proxy.settings import ProxySettings
 
+HANDSHAKE = 10.0  # seconds of a client's TLS handshake
 GRACE = 5  # seconds for answers that are out, but not through, when the drain is over
 
 
-def _config(app: object, host: str, port: int) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,  # type: ignore[arg-type]
+def _config(app: Any, host: str, port: int, settings: ProxySettings | None = None) -> uvicorn.Config:
+    """``settings``: where ``app`` isn't a ``ProxyApp``, which has its own."""
+    settings = settings or app.settings
+    assert settings is not None
+    config = uvicorn.Config(
+        app,
         host=host,
         port=port,
         loop="uvloop",
-        http="httptools",
+        http=edge(settings),
         ws="none",
         lifespan="off",
         access_log=False,
@@ -38,6 +45,44 @@ def _config(app: object, host: str, port: int) -> uvicorn.Config:
         timeout_keep_alive=30,
         backlog=4096,
     )
+    config.load()
+    if settings.tls is not None:
+        config.ssl = settings.tls.context()
+    return config
+
+
+class Loop(uvloop.Loop):
+    """uvloop with a short deadline for TLS handshakes: a connection isn't counted before."""
+
+    async def create_server(self, *arguments: Any, **options: Any) -> Any:
+        """As asyncio's."""
+        if options.get("ssl") is not None:
+            options["ssl_handshake_timeout"] = HANDSHAKE
+        return await super().create_server(*arguments, **options)
+
+
+def raise_descriptor_limit(connections: int) -> None:
+    """Raises the soft limit of open files as far as it is needed and allowed; warns where that isn't enough.
+
+    A request has up to four descriptors: its client, decode, prefill, and decode's post.
+    """
+    needed = 4 * connections + 256
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    reached = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (reached, hard))
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft < needed:
+        logger.warning(
+            "proxy: %d files can be open, and --max-connections %d may need %d; raise `ulimit -n`,"
+            " or lower --max-connections to %d",
+            soft,
+            connections,
+            needed,
+            max(1, (soft - 256) // 4),
+        )
 
 
 class ProxyServer(uvicorn.Server):
@@ -69,17 +114,14 @@ class ProxyServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-class _AdminServer(uvicorn.Server):
-    """The admin endpoints on a port of their own; signals are the other server's."""
+class _SideServer(uvicorn.Server):
+    """Some endpoints on a port of their own; signals are the other server's."""
 
-    def __init__(self, app: ProxyApp, port: int) -> None:
-        async def admin(scope: Scope, receive: Receive, send: Send) -> None:
-            try:
-                await app.admin(scope, receive, send)
-            except HttpFailure as failure:
-                await respond_failure(send, failure)
+    def __init__(self, app: ProxyApp, endpoint: Handler, port: int) -> None:
+        async def side(scope: Scope, receive: Receive, send: Send) -> None:
+            await app.guarded(endpoint, scope, receive, send)
 
-        super().__init__(_config(admin, app.settings.host, port))
+        super().__init__(_config(side, app.settings.host, port, app.settings))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -91,16 +133,18 @@ async def serve(settings: ProxySettings) -> None:
     app = ProxyApp(settings)
     server = ProxyServer(app)
     app.start()
-    admin_task = None
-    if settings.admin_port is not None:
-        admin = _AdminServer(app, settings.admin_port)
-        admin_task = asyncio.create_task(admin.serve())
+    sides = [
+        _SideServer(app, endpoint, port)
+        for endpoint, port in ((app.admin, settings.admin_port), (app.metaserver, settings.metaserver_port))
+        if port is not None
+    ]
+    side_tasks = [asyncio.create_task(side.serve()) for side in sides]
     try:
         await server.serve()
     finally:
-        if admin_task is not None:
-            admin.should_exit = True
-            await asyncio.gather(admin_task, return_exceptions=True)
+        for side in sides:
+            side.should_exit = True
+        await asyncio.gather(*side_tasks, return_exceptions=True)
         await app.stop()
 
 
@@ -110,18 +154,17 @@ def run(settings: ProxySettings) -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logger.info(
         "proxy: %s, prefill %s, decode %s, decode engines post to %s",
-        f"{settings.host}:{settings.port}",
+        f"{settings.scheme}://{settings.host}:{settings.port}",
         ", ".join(map(str, settings.prefillers)) or "none yet",
         ", ".join(map(str, settings.decoders)) or "none yet",
-        settings.metaserver,
+        settings.metaserver_origin,
     )
     # Requests make few cycles, and every token makes objects: the collector need not look so often.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-    loop_factory = uvicorn.Config("", loop="uvloop").get_loop_factory()
-    assert loop_factory is not None
-    loop = loop_factory()
+    raise_descriptor_limit(settings.limits.connections)
+    loop = Loop()
     asyncio.set_event_loop(loop)
     try:
         loop.run_until_complete(serve(settings))

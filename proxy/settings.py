@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import ipaddress
+import re
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
+from vllm_kvoffload.proxy.tls import EngineTls, Tls, TlsError
+
+LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")  # of a name; Docker's may have _
+NAME_LIMIT = 253
+METASERVER = "/v1/metaserver"
+PROBE_JITTER = 1.2  # the longest time between two probes, in intervals
 WILDCARDS = frozenset({"", "0.0.0.0", "::", "0:0:0:0:0:0:0:0", "*"})
 
 
@@ -30,7 +38,7 @@ class Address:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether ``host`` means "every interface", which nobody can connect to from elsewhere."""
+    """Whether ``host`` means "every interface", to which nothing can connect from elsewhere."""
     bare = host.strip("[]")
     if bare in WILDCARDS:
         return True
@@ -43,14 +51,20 @@ def is_wildcard(host: str) -> bool:
 def check_host(host: str, flag: str) -> str:
     """``host`` without brackets. Raises ``SettingsError`` where it is neither a name nor an address."""
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not bare or any(c.isspace() or c in "/@?#" for c in bare):
-        raise SettingsError(f"{flag}: {host!r} is no host; give a name or an address without scheme or port")
-    numeric = all(part.isdigit() for part in bare.split("."))
-    if numeric or ":" in bare:
+    shown = repr(host[:80])
+    if not bare or not bare.isascii() or any(c in "/@?#" or not c.isprintable() or c == " " for c in bare):
+        raise SettingsError(f"{flag}: {shown} is no host; give a name or an address without scheme or port")
+    labels = bare.removesuffix(".").split(".")
+    if ":" in bare or all(part.isdigit() for part in labels):
         try:
             ipaddress.ip_address(bare)
         except ValueError as error:
-            raise SettingsError(f"{flag}: {host!r} is not a valid IP address") from error
+            raise SettingsError(f"{flag}: {shown} is not a valid IP address") from error
+    elif len(bare) > NAME_LIMIT or not all(LABEL.fullmatch(label) for label in labels):
+        # The resolver raises UnicodeError for such names instead of not finding them.
+        raise SettingsError(
+            f"{flag}: {shown} is no host name: parts of 1 to 63 letters, digits, '-' and '_' between dots"
+        )
     return bare
 
 
@@ -93,8 +107,28 @@ class Deadlines:
     prefill: float = 600.0
     request_body: float = 60.0  # between two parts of the client's request
     client_stall: float = 120.0  # a client that doesn't read
-    control: float = 5.0  # /v1/models, /tokenize, probes
+    control: float = 5.0  # /v1/models, /tokenize
+    probe: float = 3.0  # GET /health of an engine
     drain: float = 600.0
+    head: float = 20.0  # a client's request head, from its first byte or from the connection
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What clients may use. Raises ``SettingsError`` for values that can't work."""
+
+    head_bytes: int = 64 << 10  # request line and header fields
+    head_fields: int = 200
+    uri_bytes: int = 8 << 10
+    connections: int = 4096  # on each port
+
+    def __post_init__(self) -> None:
+        least = {"head_bytes": 1024, "head_fields": 16, "uri_bytes": 64, "connections": 1}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value < least[one.name]:
+                flag = f"--max-{one.name.replace('_', '-')}"
+                raise SettingsError(f"{flag}: {value} is less than {least[one.name]}")
 
 
 @dataclass(frozen=True)
@@ -111,14 +145,51 @@ class ProxySettings:
     max_recomputes: int = 8
     max_children: int = 1024
     max_body_bytes: int = 64 << 20
-    probe_interval: float = 5.0
+    max_request_bytes: int = 256 << 20  # what one request holds: its values, and the bodies of its children
+    max_held_bytes: int = 1 << 30  # what all requests hold
+    max_answer_bytes: int = 256 << 20  # of an answer that isn't streamed, with all its children
+    probe_interval: float = 3.0
     admin_token: str | None = None
     admin_port: int | None = None
+    limits: Limits = Limits()
+    tls: Tls | None = None
+    engine_tls: EngineTls | None = None
+    api_keys: tuple[str, ...] = ()
+    metaserver_port: int | None = None
+    # Whoever has it may post for a request: the id alone, which clients see in answers, opens nothing.
+    metaserver_token: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+
+    @property
+    def scheme(self) -> str:
+        """Of all ports."""
+        return "https" if self.tls is not None else "http"
+
+    @property
+    def metaserver_origin(self) -> str:
+        """Where decode engines post, without the path."""
+        if self.metaserver_port is None:
+            return f"{self.scheme}://{self.advertise.authority}"
+        return f"{self.scheme}://{Address(self.advertise.host, self.metaserver_port).authority}"
 
     @property
     def metaserver(self) -> str:
-        """What decode engines are told to post to."""
-        return f"http://{self.advertise.authority}/v1/metaserver"
+        """What decode engines are told to post to. Not for logs."""
+        return f"{self.metaserver_origin}{METASERVER}/{self.metaserver_token}"
+
+    @property
+    def failures(self) -> str:
+        """Where decode engines say why they didn't get a request's KV."""
+        return f"{self.metaserver}/failed"
+
+    @property
+    def detection_seconds(self) -> float:
+        """The longest time until a frozen engine counts as down."""
+        return PROBE_JITTER * self.probe_interval + 2 * self.deadlines.probe + self.probe_again
+
+    @property
+    def probe_again(self) -> float:
+        """Seconds until a failed probe is repeated."""
+        return min(0.5, self.probe_interval)
 
 
 def advertised(host: str, port: int, advertise_host: str | None) -> Address:
@@ -133,6 +204,19 @@ def advertised(host: str, port: int, advertise_host: str | None) -> Address:
     return Address(check_host(chosen, flag), port)
 
 
+def check_security(tls: Tls | None, engine_tls: EngineTls | None, api_keys: Sequence[str]) -> None:
+    """Reads the certificates. Raises ``SettingsError``."""
+    for key in api_keys:
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise SettingsError("--api-key: a key is one word of printable ASCII characters")
+    try:
+        for given in (tls, engine_tls):
+            if given is not None:
+                given.context()
+    except TlsError as error:
+        raise SettingsError(str(error)) from error
+
+
 def proxy_settings(
     *,
     host: str,
@@ -142,9 +226,15 @@ def proxy_settings(
     advertise_host: str | None = None,
     deadlines: Deadlines | None = None,
     max_retries: int = 3,
-    probe_interval: float = 5.0,
+    max_held_bytes: int = 1 << 30,
+    probe_interval: float = 3.0,
     admin_token: str | None = None,
     admin_port: int | None = None,
+    metaserver_port: int | None = None,
+    limits: Limits | None = None,
+    tls: Tls | None = None,
+    engine_tls: EngineTls | None = None,
+    api_keys: tuple[str, ...] = (),
 ) -> ProxySettings:
     """Checked settings. Raises ``SettingsError``."""
     check_port(port, "--port")
@@ -159,12 +249,19 @@ def proxy_settings(
         raise SettingsError(f"{shared.pop()} is given as prefiller and as decoder")
     if max_retries < 0:
         raise SettingsError(f"--max-retries: {max_retries} is negative")
+    if max_held_bytes < 1 << 20:
+        raise SettingsError(f"--max-held-bytes: {max_held_bytes} is less than a megabyte")
     if admin_port is not None:
         check_port(admin_port, "--admin-port")
         if admin_port == port:
             raise SettingsError("--admin-port: must differ from --port; without it, /admin is on --port")
         if not admin_token:
             raise SettingsError("--admin-port: needs a token in KVOFFLOAD_PROXY_ADMIN_TOKEN")
+    check_security(tls, engine_tls, api_keys)
+    if metaserver_port is not None:
+        check_port(metaserver_port, "--metaserver-port")
+        if metaserver_port in (port, admin_port):
+            raise SettingsError("--metaserver-port: must differ from --port and --admin-port")
     return ProxySettings(
         host=host,
         port=port,
@@ -173,7 +270,13 @@ def proxy_settings(
         decoders=decoders,
         deadlines=deadlines or Deadlines(),
         max_retries=max_retries,
+        max_held_bytes=max_held_bytes,
         probe_interval=probe_interval,
         admin_token=admin_token or None,
         admin_port=admin_port,
+        limits=limits or Limits(),
+        tls=tls,
+        engine_tls=engine_tls,
+        api_keys=api_keys,
+        metaserver_port=metaserver_port,
     )

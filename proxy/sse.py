@@ -8,21 +8,30 @@ from typing import Any
 
 import msgspec
 
+from vllm_kvoffload.proxy.jsontext import decode_json
+
 # A line ends with CR LF, LF or CR; an empty line ends an event.
 _EOL = rb"(?:\r\n|\n|\r(?!\n))"
 _BOUNDARY = re.compile(_EOL + _EOL)
 _LINE = re.compile(_EOL)
 DONE = b"[DONE]"
+EVENT_LIMIT = 8 << 20  # bytes; a token with 20 log probabilities has two thousand
 DONE_EVENT = b"data: [DONE]\n\n"
+
+
+class EventTooLarge(ValueError):
+    """An event that doesn't end."""
 
 
 class EventBuffer:
     """Holds back the piece of an event that hasn't ended yet."""
 
-    __slots__ = ("_tail",)
+    __slots__ = ("_parts", "_size", "_tail")
 
     def __init__(self) -> None:
-        self._tail = b""
+        self._tail = b""  # the last of what is held back
+        self._parts: list[bytes] = []  # what is before it: no event ends there
+        self._size = 0  # of the parts
 
     def passes(self, data: bytes) -> bool:
         """Whether ``data`` is plainly a number of whole events, and nothing is held back before it."""
@@ -31,11 +40,24 @@ class EventBuffer:
     def feed(self, data: bytes) -> bytes:
         """All events that end in ``data``, byte for byte; what comes after them is kept.
 
-        In the usual case ``data`` is a number of whole events, and comes back as it is.
+        In the usual case ``data`` is a number of whole events, and comes back as it is. Raises
+        ``EventTooLarge`` for an event of more than ``EVENT_LIMIT`` bytes.
         """
         if self.passes(data):
             return data
         data = self._tail + data
+        if not self._ends_in(data):
+            # Only its last bytes can be the beginning of an end: long events are searched once.
+            keep = max(0, len(data) - 4)
+            if keep:
+                self._parts.append(data[:keep])
+                self._size += keep
+            self._tail = data[keep:]
+            if self._size > EVENT_LIMIT:
+                raise EventTooLarge(f"an event has more than {EVENT_LIMIT} bytes")
+            return b""
+        if self._parts:
+            data, self._parts, self._size = b"".join([*self._parts, data]), [], 0
         if b"\r" not in data:
             end = data.rfind(b"\n\n")
             end = end + 2 if end >= 0 else 0
@@ -46,9 +68,16 @@ class EventBuffer:
         self._tail = data[end:]
         return data[:end]
 
+    @staticmethod
+    def _ends_in(data: bytes) -> bool:
+        if b"\r" not in data:
+            return b"\n\n" in data
+        return _BOUNDARY.search(data) is not None
+
     def rest(self) -> bytes:
         """What the stream ended with: an event without its empty line, or nothing."""
-        tail, self._tail = self._tail, b""
+        tail = b"".join([*self._parts, self._tail])
+        self._parts, self._size, self._tail = [], 0, b""
         return tail
 
 
@@ -81,7 +110,7 @@ def parse(payload: bytes) -> dict[str, Any] | None:
     if payload == DONE:
         return None
     try:
-        value = msgspec.json.decode(payload)
+        value = decode_json(payload)
     except msgspec.DecodeError:
         return None
     return value if isinstance(value, dict) else None

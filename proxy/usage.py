@@ -13,6 +13,11 @@ Usage = dict[str, Any]
 COUNTERS = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
+def _count(usage: Usage, key: str) -> int:
+    value = usage.get(key)
+    return value if isinstance(value, int) else 0
+
+
 @dataclass(frozen=True)
 class UsageFacts:
     """What decode can't know. ``cached_tokens``: of prefill's prefix cache; None where it is unknown.
@@ -39,8 +44,8 @@ def rewrite_usage(usage: Usage, facts: UsageFacts) -> None:
     """Corrects ``usage`` in place."""
     before = facts.completed_before
     if before:
-        usage["prompt_tokens"] = max(0, int(usage.get("prompt_tokens") or 0) - before)
-        usage["completion_tokens"] = int(usage.get("completion_tokens") or 0) + before
+        usage["prompt_tokens"] = max(0, _count(usage, "prompt_tokens") - before)
+        usage["completion_tokens"] = _count(usage, "completion_tokens") + before
         usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
     details = usage.get("prompt_tokens_details")
     if facts.prefilled and isinstance(details, dict) and details.get("cached_tokens") is not None:
@@ -56,10 +61,10 @@ def add_usage(parts: Iterable[tuple[Usage, bool]]) -> Usage:
     total: Usage = dict.fromkeys(COUNTERS, 0)
     cached: int | None = None
     for usage, counts_prompt in parts:
-        total["completion_tokens"] += int(usage.get("completion_tokens") or 0)
+        total["completion_tokens"] += _count(usage, "completion_tokens")
         if not counts_prompt:
             continue
-        total["prompt_tokens"] += int(usage.get("prompt_tokens") or 0)
+        total["prompt_tokens"] += _count(usage, "prompt_tokens")
         details = usage.get("prompt_tokens_details")
         value = details.get("cached_tokens") if isinstance(details, dict) else None
         if isinstance(value, int):

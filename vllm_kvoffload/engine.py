@@ -6,6 +6,7 @@ or a part of it.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -238,6 +239,20 @@ def _geometry(vllm_config: VllmConfig, platform: Platform, additional: Mapping[s
     )
 
 
+def deployment_hosts(vllm_config: VllmConfig) -> list[object]:
+    """Hosts that vLLM's configuration names, loopback aside: those of the engine's own deployment."""
+    from vllm.utils.network_utils import get_ip
+
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    return [
+        get_ip(),
+        socket.gethostname(),
+        getattr(transfer, "kv_ip", None),
+        getattr(parallel, "data_parallel_master_ip", None),
+        getattr(parallel, "master_addr", None),
+    ]
+
+
 def _current_platform() -> Platform:
     from vllm.platforms import current_platform
 
@@ -253,7 +268,8 @@ def _options(vllm_config: VllmConfig, platform: Platform) -> dict[str, Any]:
     remotes = [part for part in ours if part.name == REMOTE_D2H]
     remote = None
     if remotes and transfer is not None:
-        remote = parse_remote_d2h(remotes[0].role, transfer.kv_port, remotes[0].options, platform)
+        part, hosts = remotes[0], deployment_hosts(vllm_config)
+        remote = parse_remote_d2h(part.role, transfer.kv_port, part.options, platform, hosts)
     return {
         "platform": platform,
         "additional": additional,

@@ -277,7 +277,18 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
+        return self.request_finished(request, [])
+
+    def reset_cache(self) -> bool:
+        """No request that begins from now on finds what was stored before: weights may be others now.
+
+        On the scheduler's side; False on the workers', which learn it with each request.
+        """
+        if self._scheduler is None:
+            return False
+        self._scheduler.reset()
+        logger.info("The store was reset: what it holds is not found any more, and gives way to new blocks")
+        return True
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:  # noqa: ARG003

@@ -11,13 +11,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 class StoreStep:
     """What a step computes of a request.
 
-    begins: the request was given its blocks just now; else `blocks` and `hashes` add to those before.
-    hashes: of full blocks. computed: tokens whose KV exists; of these `local` are in the device's blocks when
-    the request begins. stored: leading blocks that the store had then. end: tokens after the step, drafts
-    included; confirmed: without them. last: nobody needs the request's own KV after the step.
+    run: names the request from the allocation of its blocks to their loss or its end, in any engine that ever
+    shares the store; unlike `req_id`, which clients choose. begins: the request was given its blocks just
+    now; else `blocks` and `hashes` add to those before. hashes: of full blocks. computed: tokens whose KV
+    exists; of these `local` are in the device's blocks when the request begins. stored: leading blocks that
+    the store had then. end: tokens after the step, drafts included; confirmed: without them. last: nobody
+    needs the request's own KV after the step. generation: of the blocks in the store that the request may
+    use. refused: why the request can't be stored, "" if it can; of the other fields only `blocks`,
+    `computed`, `local` and `end` count then.
     """
 
     req_id: str
+    run: str
     begins: bool
     blocks: tuple[int, ...]
     hashes: tuple[bytes, ...]
@@ -27,6 +32,8 @@ class StoreStep:
     end: int
     confirmed: int
     last: bool
+    generation: str = ""
+    refused: str = ""
 
 
 @dataclass

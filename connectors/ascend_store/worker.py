@@ -10,6 +10,7 @@ from vllm_kvoffload.connectors.ascend_store.metadata import StoreMetadata, Store
 from vllm_kvoffload.layerwise.pipeline import LayerPipeline, Rows, Step
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.store import KeySpace, ReadObject, Store, StoreError, WriteObject, WriteRefusal
+from vllm_kvoffload.store.quiet_log import QuietLog
 
 logger = get_logger(__name__)
 
@@ -26,13 +27,15 @@ Loss = tuple[str, bool]
 class Held:
     """What is known of a request that has blocks.
 
-    blocks: device ids. hashes: of full blocks. resident: leading tokens that layers with memory of their own
-    still have. stored: leading blocks that need no saving any more. partials: keys of blocks that were stored
-    under the request's own name, since nobody may share them (yet). pins: objects that are open, by block.
+    blocks: device ids. hashes: of full blocks. generation: see `StoreStep`. resident: leading tokens that
+    layers with memory of their own still have. stored: leading blocks that need no saving any more. partials:
+    keys of blocks that were stored under the request's own name, since nobody may share them (yet). pins:
+    objects that are open, by block.
     """
 
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
+    generation: str = ""
     resident: int = 0
     stored: int = 0
     partials: dict[int, str] = field(default_factory=dict)
@@ -42,7 +45,8 @@ class Held:
 
 @dataclass
 class Current:
-    """A request in a step. writes: (block number, object). first_lost: block to blame if it is lost."""
+    """A request in a step. writes: (block number, object). first_lost: block to blame if it is lost. reason:
+    why it is lost, "" while it isn't; unsaved: why only what it computes can't be stored."""
 
     step: StoreStep
     held: Held
@@ -52,6 +56,7 @@ class Current:
     writes: list[tuple[int, WriteObject]] = field(default_factory=list)
     first_lost: int = 0
     reason: str = ""
+    unsaved: str = ""
 
 
 class StoreWorker:
@@ -83,6 +88,8 @@ class StoreWorker:
         self._publishes, self._shares, self._agree = publishes, shares, agree
         self._requests: dict[str, Held] = {}
         self._step: list[Current] = []
+        self._begun: set[str] = set()  # in this step
+        self._log = QuietLog(__name__)
         self._number = 0  # of the step; the same on all ranks
         self._invalid: set[int] = set()
         self._unquiet_writes: list[WriteObject] = []
@@ -97,11 +104,10 @@ class StoreWorker:
         self._number += 1
         self._step = [Current(step, self._update(step)) for step in metadata.steps]
         self.prompt_tokens += sum(step.end - step.computed for step in metadata.steps)
+        self._begun = {step.req_id for step in metadata.steps if step.begins}
         self._pin()
         for number, current in enumerate(self._step):
-            self._plan_loads(current, number)
-            if not current.reason and self._publishes:
-                self._plan_saves(current, number)
+            self._plan(current, number)
         self.pipeline.begin(
             Step(
                 requests=tuple(current.step.req_id for current in self._step),
@@ -114,12 +120,39 @@ class StoreWorker:
         for number, current in enumerate(self._step):
             if current.reason:
                 self.pipeline.fail(number, current.reason)
+            elif current.unsaved:
+                self.pipeline.fail(number, current.unsaved, wrong=False)
         self._end_unquiet()
+
+    def _plan(self, current: Current, number: int) -> None:
+        """Loads and saves of a request. An error in them costs this one only."""
+        try:
+            self._plan_loads(current, number)
+        except Exception as error:
+            self._log.warning("request", f"{current.step.req_id!r:.100} is lost: {error!r}")
+            current.reason = f"its KV can't be loaded: {error!r}"
+            current.runs.clear()
+            current.own_runs.clear()
+        if current.reason:
+            return
+        if current.step.refused:
+            if self._shares:  # its rows will be nowhere after this step
+                current.unsaved = current.step.refused
+            return
+        try:
+            if self._publishes:
+                self._plan_saves(current, number)
+        except Exception as error:
+            self._log.warning("request", f"{current.step.req_id!r:.100} is not stored: {error!r}")
+            current.unsaved = f"its KV can't be stored: {error!r}"
+            current.saves.clear()
 
     def _update(self, step: StoreStep) -> Held:
         if step.begins:
             self._forget(step.req_id)
-            self._requests[step.req_id] = Held(resident=step.local, stored=step.stored)
+            self._requests[step.req_id] = Held(
+                generation=step.generation, resident=step.local, stored=step.stored
+            )
             self.hit_tokens += step.computed - step.local
             self.prompt_tokens += step.computed - step.local
         held = self._requests[step.req_id]
@@ -148,21 +181,29 @@ class StoreWorker:
                 expiring += held.pins.values()
                 held.pins = {}
         for attempt in (0, 1):
-            wanted = []
-            for current in self._step:
-                for number in self._needed(current):
-                    names = self._names(current.held, number)
-                    if number not in current.held.pins and attempt < len(names):
-                        wanted.append((current.held, number, names[attempt]))
+            wanted = [one for current in self._step for one in self._wanted(current, attempt)]
             if wanted:
                 self._open(wanted, now)
         self._close(expiring)  # only now: meanwhile they could not be evicted
 
+    def _wanted(self, current: Current, attempt: int) -> list[tuple[Held, int, str]]:
+        """(request, block, key) of what it needs and has not open; in attempt 1 by the second names."""
+        held, wanted = current.held, []
+        try:
+            for number in self._needed(current):
+                names = self._names(held, number) if number not in held.pins else []
+                if attempt < len(names):
+                    wanted.append((held, number, names[attempt]))
+        except Exception as error:  # a hash that makes no key
+            self._log.warning("request", f"{current.step.req_id!r:.100} has no keys: {error}")
+            return []
+        return wanted
+
     def _open(self, wanted: Sequence[tuple[Held, int, str]], now: float) -> None:
         try:
             found = self._store.open_read([key for _, _, key in wanted], LEASE_S)
-        except StoreError as error:
-            logger.warning("the store does not answer: %s", error)
+        except Exception as error:  # whatever it is, the objects are not open
+            self._log.warning("open", f"it does not answer: {_text(error)}")
             return
         for (held, number, _), pin in zip(wanted, found, strict=True):
             if pin is not None:
@@ -171,10 +212,13 @@ class StoreWorker:
 
     def _names(self, held: Held, number: int) -> list[str]:
         """Keys that a block may be found under, the likelier one first."""
-        names = [self._keys.key(held.hashes[number])] if number < len(held.hashes) else []
+        names = [self._key(held, number)] if number < len(held.hashes) else []
         if number in held.partials:
             names.append(held.partials[number])
         return names
+
+    def _key(self, held: Held, number: int) -> str:
+        return self._keys.key(held.hashes[number], held.generation)
 
     def _plan_loads(self, current: Current, owner: int) -> None:
         step, held, size = current.step, current.held, self._block_size
@@ -202,7 +246,7 @@ class StoreWorker:
         """Room for the blocks that the step completes, and with shared buffers for the rest of its rows."""
         step, held, size = current.step, current.held, self._block_size
         full = min(step.confirmed // size, len(held.hashes))
-        named = [(number, self._keys.key(held.hashes[number])) for number in range(held.stored, full)]
+        named = [(number, self._key(held, number)) for number in range(held.stored, full)]
         if self._shares and not step.last:
             rest = range(max(full, step.computed // size), -(-step.end // size))
             named += [(number, self._partial(step, number)) for number in rest]
@@ -220,8 +264,8 @@ class StoreWorker:
         keys = [key for _, key in named]
         try:
             granted = self._store.open_write(keys, self._object_bytes)
-        except StoreError as error:
-            logger.warning("the store takes nothing: %s", error)
+        except Exception as error:  # whatever it is, there is no room
+            self._log.warning("reserve", f"it takes nothing: {_text(error)}")
             return []
         held, existing, again = current.held, [], []
         for (number, key), result in zip(named, granted, strict=True):
@@ -239,7 +283,7 @@ class StoreWorker:
     def _partial(self, step: StoreStep, number: int) -> str:
         end = min((number + 1) * self._block_size, step.end)
         # Drafts of different steps may end at the same token, also after a loss, or a preemption.
-        return self._keys.partial(f"{step.req_id}-{self._number}", number, end)
+        return self._keys.partial(f"{step.run}-{self._number}", number, end)
 
     def _new_rows(self, current: Current) -> int:
         """Rows that have to be saved: with shared buffers those that the step computes, else whole blocks."""
@@ -301,8 +345,8 @@ class StoreWorker:
             return
         try:
             published = self._store.finish_write(writes, ok)
-        except StoreError as error:
-            logger.warning("%d blocks were not stored: %s", len(writes), error)
+        except Exception as error:  # whatever it is, nothing of it is readable
+            self._log.warning("publish", f"{len(writes)} blocks were not stored: {_text(error)}")
             return
         failed = sum(good and not done for good, done in zip(ok, published, strict=True))
         if failed:
@@ -330,9 +374,7 @@ class StoreWorker:
 
     def _is_shared(self, held: Held, number: int) -> bool:
         pin = held.pins.get(number)
-        return (
-            pin is not None and number < len(held.hashes) and pin.key == self._keys.key(held.hashes[number])
-        )
+        return pin is not None and number < len(held.hashes) and pin.key == self._key(held, number)
 
     def _lose(self, current: Current, reason: str, wrong: bool) -> None:
         """The request's rows are reported, and forgotten here."""
@@ -352,7 +394,7 @@ class StoreWorker:
 
     def release(self, req_ids: set[str]) -> None:
         """Requests that are over."""
-        for req_id in req_ids:
+        for req_id in req_ids - self._begun:  # a client may use a name again at once
             self._forget(req_id)
 
     def metrics(self) -> dict[str, int]:
@@ -388,3 +430,7 @@ class StoreWorker:
             self._unquiet_reads += pins
         elif pins:
             self._store.close_read(pins)
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, StoreError) else repr(error)

@@ -16,7 +16,12 @@ from vllm.utils.network_utils import get_ip
 
 from vllm_kvoffload.connectors.device import current_npu
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout, layer_index
-from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import DecodeMetadata, PrefillMetadata
+from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import (
+    DecodeMetadata,
+    LayoutMetadata,
+    PrefillMetadata,
+    ReceiveReport,
+)
 from vllm_kvoffload.connectors.sfa_remote_d2h.scheduler import DecodeScheduler, PrefillScheduler
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_d import DecodeWorker, Results
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_p import PrefillWorker
@@ -30,6 +35,7 @@ from vllm_kvoffload.transfer import make_engine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -60,6 +66,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         self._producer: PrefillWorker | None = None
         self._consumer: DecodeWorker | None = None
         self._results = Results()
+        self._digest = ""
         self._idle = False  # the current step computes nothing
         self._progress = False
         self._late_layer: int | None = None
@@ -70,7 +77,8 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
     def _make_scheduler(self, vllm_config: VllmConfig) -> None:
         parallel = vllm_config.parallel_config
         if self._config.producer:
-            self._prefill = PrefillScheduler(self._block_size, parallel.tensor_parallel_size)
+            hosts = self._config.decode_hosts
+            self._prefill = PrefillScheduler(self._block_size, parallel.tensor_parallel_size, hosts)
             return
         tp_size = parallel.tensor_parallel_size
         address = {
@@ -89,7 +97,8 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         vllm_config, config = self._vllm_config, self._config
         layout = Layout.of(kv_caches, self._num_blocks)
         model = vllm_config.model_config
-        digest = layout.digest(model.hf_text_config, model.dtype, self._block_size)
+        facts = layout.facts(model.hf_text_config, model.dtype, self._block_size)
+        self._digest = layout.digest(model.hf_text_config, model.dtype, self._block_size)
         tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         role = "prefill" if config.producer else "decode"
         device_id = tp_rank
@@ -107,11 +116,12 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             self._producer = PrefillWorker(
                 engine,
                 layout,
-                digest,
+                facts,
                 engine_id=str(self._kv_transfer_config.engine_id),
                 tp_size=tp_size,
                 tp_rank=tp_rank,
                 limits=config.limits,
+                control_key=config.control_key,
                 progress=self._progress,
                 channel=channel,
             )
@@ -122,12 +132,13 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         self._consumer = DecodeWorker(
             engine,
             layout,
-            digest,
+            facts,
             host=get_ip(),
             port=port,
             tp_size=tp_size,
             tp_rank=tp_rank,
             limits=config.limits,
+            control_key=config.control_key,
             channel=channel,
         )
         self._consumer.start()
@@ -209,6 +220,15 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         failed, self._results.failed_blocks = self._results.failed_blocks, set()
         return failed
 
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Decode's layout, for its scheduler half. Prefill's travels in its `Hello`."""
+        return None if self._consumer is None else LayoutMetadata(self._digest)
+
+    def build_connector_worker_meta(self) -> ReceiveReport | None:
+        """Why requests of this step were not received."""
+        failures, self._results.failures = self._results.failures, {}
+        return ReceiveReport(failures) if failures else None
+
     def shutdown(self) -> None:
         for part in (self._producer, self._consumer):
             if part is not None:
@@ -240,8 +260,28 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         return self._decode.metadata()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if self._prefill is not None and connector_output.invalid_block_ids:
-            self._prefill.lost(connector_output.invalid_block_ids)
+        if self._prefill is not None:
+            self._prefill.reported(connector_output.finished_sending or ())
+            if connector_output.invalid_block_ids:
+                self._prefill.lost(connector_output.invalid_block_ids)
+        if self._decode is not None:
+            report = connector_output.kv_connector_worker_meta
+            if isinstance(report, ReceiveReport):
+                self._decode.failed(report.failures)
+            self._decode.reported(connector_output.finished_recving or ())
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """What the workers' halves know of their caches: the same on every rank."""
+        for found in metadata.values():
+            if self._decode is not None and isinstance(found, LayoutMetadata):
+                self._decode.use_layout(found.digest)
+
+    def reset_cache(self) -> bool:
+        """No KV is kept here but what is on its way to decode: False while some of that, which was computed
+        before, could still be read. That is over within a lease of decode's last word."""
+        if self._prefill is not None:
+            return self._prefill.reset()
+        return self._decode is not None and self._decode.reset()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._prefill is not None:

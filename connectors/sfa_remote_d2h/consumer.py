@@ -7,15 +7,19 @@ blocks when the last byte was read, so only then the request is complete. Whatev
 that ends otherwise counts for nothing.
 
 No block of a request is given back, and no other transfer may be read into it, before every read into it is
-over: `report` names a request only then. As in `producer`, nothing here waits, sends or knows a clock.
+over: `take_outcomes` names a request only then. As in `producer`, nothing here waits, sends or knows a clock.
+
+A prefill session becomes a *peer* in three steps: `receive` takes its `Hello` if that has the secret and
+fits, the caller meets it (its memory can be read), and `admit` makes it a peer. Only then it gets an answer.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.counts import ReceiveCounts
+from vllm_kvoffload.connectors.sfa_remote_d2h.introductions import MAX_PEERS, Declines, Door, same_rank
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import (
     Outcome,
     Peer,
@@ -31,8 +35,8 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     Beat,
     BeatAck,
     Cancel,
-    Chunk,
     Closed,
+    Declined,
     Finish,
     Finished,
     Hello,
@@ -43,12 +47,21 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     Refused,
     ToDecode,
     ToPrefill,
+    parts,
+    printable,
+    wire_name,
 )
 from vllm_kvoffload.metrics.fields import ReceiveFailure
 from vllm_kvoffload.settings.remote_d2h import Limits
 
 GONE_KEPT = 4096
 """Transfers remembered after they were given up, so that a late `Publish` doesn't bring them back."""
+
+EARLY_KEPT = 1024
+"""Transfers of a session kept for requests that are not known; more of them push the oldest out."""
+
+EARLY_BLOCKS = 1 << 20
+"""Likewise, blocks of all of them."""
 
 PEER_IDLE_LEASES = 20
 """Leases after which a prefill session that says nothing is forgotten; it can introduce itself again."""
@@ -58,21 +71,30 @@ class Consumer:
     """Requests that one decode rank receives.
 
     Args:
-        session: of this rank. digest: of model and layout. num_layers: layers of a chunk.
+        session: of this rank. facts: of model and layout. num_layers: layers of a chunk.
         tp_size, tp_rank: of decode.
         limits: deadlines and budgets.
     """
 
     def __init__(
-        self, session: str, digest: str, num_layers: int, tp_size: int, tp_rank: int, limits: Limits
+        self,
+        session: str,
+        facts: Mapping[str, str],
+        num_layers: int,
+        tp_size: int,
+        tp_rank: int,
+        limits: Limits,
     ) -> None:
         self.session = session
         self.outbox: list[tuple[str, ToPrefill]] = []
         self.orders: list[ReadOrder] = []
         self.to_cancel: list[int] = []
+        self.to_meet: list[Hello] = []
         self.lost_peers: list[str] = []
         self.counts = ReceiveCounts()
-        self._digest, self._num_layers = digest, num_layers
+        self._num_layers = num_layers
+        self._door = Door(facts, tp_size, tp_rank)
+        self._declines = Declines(limits.early_s)
         self._tp_size, self._tp_rank = tp_size, tp_rank
         self._limits = limits
         self._peers: dict[str, Peer] = {}
@@ -98,17 +120,35 @@ class Consumer:
 
     # ------------------------------------------------------------------------------- what the engine does
 
+    def use_secret(self, secret: str) -> None:
+        """What prefill must present. Until it is known, nothing is answered: prefill repeats its `Hello`."""
+        self._door.secret = secret or self._door.secret
+
+    @property
+    def ready(self) -> bool:
+        """Whether a secret is known here."""
+        return bool(self._door.secret)
+
+    def proved(self, secret: str) -> bool:
+        """Whether this is the secret."""
+        return self._door.opens(secret)
+
     def expect(self, now: float, order: Receive) -> None:
         """A request's blocks are allocated. Its external id may have been used by an earlier one."""
-        older = self._named.get(order.request)
+        name = wire_name(order.request)
+        older = self._named.get(name)
         if older is not None:
             self.cancel(older, "replaced by another request of the same id")
         limits = self._limits
         pending = Pending(order, now, now + limits.offer_s, now + limits.request_s)
         self.counts.started += 1
         self._requests[order.req_id] = pending
-        self._named[order.request] = order.req_id
-        self._advance(now, pending)
+        self._named[name] = order.req_id
+        declined = self._declines.take(now, name, order.prompt)
+        if declined is not None:
+            self._decline(pending, declined)
+        else:
+            self._advance(now, pending)
 
     def prefill_returned(self, now: float, req_id: str, error: str = "") -> None:
         """The rendezvous was answered: prefill is through, or will never come."""
@@ -125,6 +165,16 @@ class Consumer:
         pending = self._requests.get(req_id)
         if pending is not None:
             self._fail(pending, ReceiveFailure.ABORTED, reason)
+
+    def abandon(self, order: Receive, reason: str) -> None:
+        """The request could not be taken; it ends now, or when the reads into its blocks do."""
+        pending = self._requests.get(order.req_id)
+        if pending is None:
+            failure = ReceiveFailure.MISMATCH
+            self.counts.failed[failure] += 1
+            self._outcomes.append(Outcome(order.req_id, reason, order.wanted, failure))
+        else:
+            self._fail(pending, ReceiveFailure.MISMATCH, reason)
 
     @property
     def has_outcomes(self) -> bool:
@@ -144,14 +194,16 @@ class Consumer:
 
     # ---------------------------------------------------------------------------------- what prefill says
 
-    def receive(self, now: float, message: ToDecode) -> None:
-        """A message of a prefill rank."""
+    def receive(self, now: float, message: ToDecode) -> str:
+        """A message of a prefill rank. Returns why it was not taken, or ""."""
         if isinstance(message, Hello):
-            self._hello(now, message)
-            return
+            return self._hello(now, message)
+        if isinstance(message, Declined):
+            return self._declined(now, message)
         if message.session not in self._peers:
-            self._send(message.session, NeedHello(self.session, message.session))
-            return
+            if self.ready:
+                self._send(message.session, NeedHello(self.session, message.session))
+            return ""
         self._peers[message.session].heard_at = now
         if isinstance(message, Publish):
             self._published(now, message)
@@ -164,31 +216,60 @@ class Consumer:
             self._closed(now, message)
         elif isinstance(message, Finished):
             self._finished(now, message)
-
-    def _hello(self, now: float, hello: Hello) -> None:
-        reason = self._refusal(hello)
-        if reason:
-            self._send(hello.session, Refused(self.session, hello.session, reason))
-            return
-        for session, peer in list(self._peers.items()):
-            same = (peer.hello.engine_id, peer.hello.tp_rank) == (hello.engine_id, hello.tp_rank)
-            if same and session != hello.session:
-                self._forget(now, session)
-        ratio = hello.tp_size // self._tp_size
-        self._peers[hello.session] = Peer(hello, hello.tp_rank % ratio, ratio, now)
-        self._send(hello.session, HelloAck(self.session, hello.session))
-
-    def _refusal(self, hello: Hello) -> str:
-        if hello.digest != self._digest:
-            return (
-                "prefill and decode differ in model, cache dtype, block size or layers "
-                f"(digests {hello.digest[:12]} and {self._digest[:12]})"
-            )
-        if hello.tp_size < self._tp_size or hello.tp_size % self._tp_size:
-            return f"prefill has TP {hello.tp_size}, which is no multiple of decode's {self._tp_size}"
-        if hello.tp_rank // (hello.tp_size // self._tp_size) != self._tp_rank:
-            return f"prefill rank {hello.tp_rank} does not serve decode rank {self._tp_rank}"
         return ""
+
+    def _hello(self, now: float, hello: Hello) -> str:
+        if not self._door.opens(hello.secret):
+            return (
+                "its Hello has another secret: a stranger, or given its address by an earlier start of decode"
+            )
+        known = self._peers.get(hello.session)
+        if known is not None and not same_rank(known.hello, hello):
+            reason = "this session introduced itself with other memory before"
+        else:
+            reason = self._door.refusal(hello)
+        if reason:
+            return self.refuse(hello, reason)
+        if known is None:
+            self.to_meet.append(hello)
+        else:
+            known.heard_at = now
+            self._send(hello.session, HelloAck(self.session, hello.session))
+        return ""
+
+    def refuse(self, hello: Hello, reason: str) -> str:
+        """A session with the secret can't be a peer. Returns the reason."""
+        self._send(hello.session, Refused(self.session, hello.session, printable(reason)))
+        return reason
+
+    def admit(self, now: float, hello: Hello) -> str:
+        """Its memory can be read: the session is a peer. Returns why not, or ""."""
+        if hello.session not in self._peers:
+            for session, peer in list(self._peers.items()):
+                if (peer.hello.engine_id, peer.hello.tp_rank) == (hello.engine_id, hello.tp_rank):
+                    self._forget(now, session)
+            if len(self._peers) >= MAX_PEERS and not self._forget_one(now):
+                return self.refuse(hello, f"decode has {MAX_PEERS} prefill ranks already")
+            ratio = hello.tp_size // self._tp_size
+            self._peers[hello.session] = Peer(hello, hello.tp_rank % ratio, ratio, now)
+        self._send(hello.session, HelloAck(self.session, hello.session))
+        return ""
+
+    def _declined(self, now: float, message: Declined) -> str:
+        if not self._door.opens(message.secret):
+            return "its Declined has another secret"
+        pending = self._requests.get(self._named.get(message.request, ""))
+        if pending is None:
+            self._declines.keep(now, message)
+        elif pending.order.prompt == message.prompt:
+            self._decline(pending, message)
+        return ""
+
+    def _decline(self, pending: Pending, message: Declined) -> None:
+        """No transfer will come from a prefill rank; a request that others serve by now needs none."""
+        if pending.phase is Phase.WAITING:
+            pending.prefill_layout = message.digest
+            self._fail(pending, ReceiveFailure.MISMATCH, message.reason or "prefill can't serve this engine")
 
     def _forget(self, now: float, session: str) -> None:
         """A prefill session is gone for good."""
@@ -203,23 +284,39 @@ class Consumer:
     def _published(self, now: float, message: Publish) -> None:
         key = (message.session, message.transfer)
         if key in self._gone:
-            cancel = Cancel(self.session, message.session, message.transfer, self._gone[key])
+            cancel = Cancel(self.session, message.session, message.transfer, printable(self._gone[key]))
             self._send(message.session, cancel)
             return
         pull = self._find(*key)
         if pull is None:
             pull = self._early[key] = Pull(message.session, message, now, now)
+            self._bound_early(message.session)
         pull.heard_at = now
-        if message.first <= len(pull.chunks):
-            for index, chunk in enumerate(message.chunks, message.first):
-                if index == len(pull.chunks):
-                    pull.chunks.append(chunk)
-                elif chunk.layers > pull.chunks[index].layers:
-                    pull.chunks[index] = chunk
-            pull.complete |= message.complete and message.first + len(message.chunks) == len(pull.chunks)
-        req_id = self._named.get(message.request)
-        if req_id is not None:
-            self._advance(now, self._requests[req_id])
+        reason = pull.take(message, self._peers[message.session].hello.num_blocks, self._num_layers)
+        holder = self._holder(pull) or self._waiting_for(message)
+        if reason and holder is not None:
+            self._lose(
+                now, holder, ReceiveFailure.MISMATCH, f"prefill published what can't be: {reason}", 0.0
+            )
+        if reason and key not in self._gone:
+            self._give_up(pull, reason)
+        if not reason:
+            req_id = self._named.get(message.request)
+            if req_id is not None:
+                self._advance(now, self._requests[req_id])
+
+    def _waiting_for(self, message: Publish) -> Pending | None:
+        pending = self._requests.get(self._named.get(message.request, ""))
+        waits = pending is not None and pending.phase is Phase.WAITING
+        return pending if waits and pending is not None and pending.order.prompt == message.prompt else None
+
+    def _bound_early(self, session: str) -> None:
+        early = [pull for pull in self._early.values() if pull.session == session]
+        blocks = sum(pull.publish.num_blocks for pull in early)
+        while len(early) > 1 and (len(early) > EARLY_KEPT or blocks > EARLY_BLOCKS):
+            oldest = early.pop(0)
+            blocks -= oldest.publish.num_blocks
+            self._give_up(oldest, "too many transfers of unknown requests")
 
     def _closed(self, now: float, message: Closed) -> None:
         pull = self._find(message.session, message.transfer)
@@ -263,31 +360,22 @@ class Consumer:
             return
         for pull in list(self._early.values()):
             peer = self._peers[pull.session]
-            if pull.publish.request != pending.order.request:
+            if pull.publish.request != wire_name(pending.order.request):
                 continue
             others = [self._peers[other.session].hello.engine_id for other in pending.pulls.values()]
             if any(engine != peer.hello.engine_id for engine in others) or peer.member in pending.pulls:
                 continue  # of another attempt: its turn comes when this one is lost
-            reason = self._unfit(pull, pending.order)
+            reason = pull.unfit(pending.order)
             if reason:
                 self._give_up(pull, reason)
                 continue
             self._held[pull.key] = pending.order.req_id
             del self._early[pull.key]
             pending.pulls[peer.member] = pull
-        if pending.pulls and len(pending.pulls) == self._ratio(pending):
+        ratios = {self._peers[pull.session].ratio for pull in pending.pulls.values()}
+        if ratios == {len(pending.pulls)}:
             pending.phase, pending.reason = Phase.READING, ""
             pending.attempts += 1
-
-    def _ratio(self, pending: Pending) -> int:
-        return next(self._peers[pull.session].ratio for pull in pending.pulls.values())
-
-    def _unfit(self, pull: Pull, order: Receive) -> str:
-        if pull.publish.prompt != order.prompt:
-            return "another prompt"
-        if pull.publish.num_blocks != len(order.blocks):
-            return f"{pull.publish.num_blocks} blocks published, {len(order.blocks)} expected"
-        return ""
 
     def _busy(self, pending: Pending) -> bool:
         return any(req_id == pending.order.req_id for req_id, _ in self._reads.values())
@@ -319,16 +407,12 @@ class Consumer:
             chunk = pull.chunks[pull.read_chunks]
             if pull.read_layers >= min(chunk.layers, self._num_layers):
                 break
-            pairs = self._pairs(pending.order, pull, chunk)
-            if pairs is None:
-                reason = f"prefill published blocks that can't be: {chunk.start}"
-                self._lose(now, pending, ReceiveFailure.MISMATCH, reason, 0.0)
-                return
+            pairs = pull.pairs(pending.order, chunk)
             layers = range(pull.read_layers, min(chunk.layers, self._num_layers))
             if self._order(pending, pull, layers, pairs):
                 return
         if pull.complete and pull.read_chunks == len(pull.chunks) and pull.finish_at is None:
-            if not self._covers(pending.order, pull):
+            if not pull.covers(pending.order):
                 self._lose(now, pending, ReceiveFailure.MISMATCH, "prefill published too few blocks", 0.0)
                 return
             self._say_finish(now, pull)
@@ -349,23 +433,6 @@ class Consumer:
         self._reads[number] = (pending.order.req_id, pull)
         self.orders.append(ReadOrder(number, pull.session, pending.order.req_id, layers, main, indexer))
         return True
-
-    def _pairs(self, order: Receive, pull: Pull, chunk: Chunk) -> list[tuple[int, int, int]] | None:
-        """(block number in the request, block here, block on prefill); None if the chunk doesn't fit."""
-        there = self._peers[pull.session].hello.num_blocks
-        if chunk.start < 0 or chunk.start + len(chunk.blocks) > len(order.blocks):
-            return None
-        if not all(0 <= block < there for block in chunk.blocks):
-            return None
-        numbered = enumerate(chunk.blocks, chunk.start)
-        return [
-            (number, order.blocks[number], theirs) for number, theirs in numbered if number >= order.first
-        ]
-
-    def _covers(self, order: Receive, pull: Pull) -> bool:
-        """Whether the chunks have every wanted block."""
-        have = {n for chunk in pull.chunks for n in range(chunk.start, chunk.start + len(chunk.blocks))}
-        return have >= set(range(order.first, len(order.blocks)))
 
     def _shares(
         self, peer: Peer, pairs: Sequence[tuple[int, int, int]]
@@ -410,9 +477,13 @@ class Consumer:
             failed = ()
             self._drop_pulls(pending, "finished")
         del self._requests[order.req_id]
-        if self._named.get(order.request) == order.req_id:
-            del self._named[order.request]
-        self._outcomes.append(Outcome(order.req_id, pending.reason, failed))
+        name = wire_name(order.request)
+        if self._named.get(name) == order.req_id:
+            del self._named[name]
+        self._declines.over(name, order.prompt)
+        failure = pending.failure if pending.reason else None
+        layout = pending.prefill_layout if failure is ReceiveFailure.MISMATCH else ""
+        self._outcomes.append(Outcome(order.req_id, pending.reason, failed, failure, layout))
 
     def _drop_pulls(self, pending: Pending, reason: str) -> None:
         for pull in pending.pulls.values():
@@ -429,13 +500,15 @@ class Consumer:
         if pull.reading is not None:
             self.to_cancel.append(pull.reading)
         if not pull.finished:
-            self._send(pull.session, Cancel(self.session, pull.session, pull.publish.transfer, reason))
+            cancel = Cancel(self.session, pull.session, pull.publish.transfer, printable(reason))
+            self._send(pull.session, cancel)
 
     # ------------------------------------------------------------------------------------------- the clock
 
     def tick(self, now: float) -> None:
         """Heartbeats, repeats of `Finish`, and deadlines."""
         limits = self._limits
+        self._declines.forget_old(now)
         for pending in list(self._requests.values()):
             self._tick_request(now, pending)
         for pull in [p for p in self._early.values() if now - p.since >= limits.early_s]:
@@ -446,12 +519,24 @@ class Consumer:
             self._beat()
 
     def _forget_silent(self, now: float) -> None:
+        after_s = PEER_IDLE_LEASES * self._limits.lease_s
+        if not any(now - peer.heard_at >= after_s for peer in self._peers.values()):
+            return
+        for session in self._unused():
+            if now - self._peers[session].heard_at >= after_s:
+                self._forget(now, session)
+
+    def _forget_one(self, now: float) -> bool:
+        """Makes room for another peer: the one that has been silent longest. Whether there is one."""
+        unused = self._unused()
+        if unused:
+            self._forget(now, min(unused, key=lambda session: self._peers[session].heard_at))
+        return bool(unused)
+
+    def _unused(self) -> list[str]:
         used = {pull.session for _, pull in self._reads.values()}
         used |= {session for session, _ in [*self._early, *self._held]}
-        after_s = PEER_IDLE_LEASES * self._limits.lease_s
-        for session, peer in list(self._peers.items()):
-            if session not in used and now - peer.heard_at >= after_s:
-                self._forget(now, session)
+        return [session for session in self._peers if session not in used]
 
     def _tick_request(self, now: float, pending: Pending) -> None:
         limits = self._limits
@@ -478,10 +563,13 @@ class Consumer:
         pulls = [pull for pending in self._requests.values() for pull in pending.pulls.values()]
         for pull in [*pulls, *self._early.values()]:
             if not pull.finished:
-                entries.setdefault(pull.session, []).append((pull.publish.transfer, *self._known(pull)))
+                entries.setdefault(pull.session, []).append(
+                    (pull.publish.transfer, *pull.known(self._num_layers))
+                )
                 self._tell_progress(pull, again=True)
         for session, lines in entries.items():
-            self._send(session, Beat(self.session, session, tuple(lines)))
+            for part in parts(lines):
+                self._send(session, Beat(self.session, session, part))
 
     def _tell_progress(self, pull: Pull, again: bool = False) -> None:
         """Prefill waits for this before it uses the memory again; told anew with each heartbeat."""
@@ -491,13 +579,6 @@ class Consumer:
         pull.told = read
         entry = (pull.publish.transfer, *read)
         self._send(pull.session, Progress(self.session, pull.session, (entry,)))
-
-    def _known(self, pull: Pull) -> tuple[int, int]:
-        """Chunks known up to the first whose layers are not all known, and the layers of that one."""
-        for index, chunk in enumerate(pull.chunks):
-            if chunk.layers < self._num_layers:
-                return index + 1, chunk.layers
-        return len(pull.chunks), self._num_layers if pull.chunks else 0
 
     # ------------------------------------------------------------------------------------------------ parts
 

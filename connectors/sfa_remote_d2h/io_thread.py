@@ -1,4 +1,4 @@
-"""A thread that owns sockets and a state machine's clock; everybody else only wakes it."""
+"""A thread that owns sockets and a state machine's clock; other threads only wake it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import zmq
 
-from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.log import QuietLog, get_logger
 from vllm_kvoffload.metrics import StatsChannel
 
 logger = get_logger(__name__)
 
 TICK_S = 0.1
 STOP_S = 5.0
+BACKOFF_S = 1.0
+"""Longest pause after an error of a whole round; each pause in a row is twice as long as the last."""
+
+MAX_SOCKETS = 8192
+"""Of a context: libzmq's own limit is 1023."""
 
 LATE_S = 1.0
 """A thread that looks so much later than it wants to says so: leases may end meanwhile."""
@@ -62,12 +68,19 @@ class IOThread(ABC):
 
     Args:
         channel: where the metrics go; it is closed at the end.
+
+    Attributes:
+        errors: how many exceptions were caught; the thread goes on after each.
+        quiet: for log lines that others can cause at will.
     """
 
     def __init__(self, name: str, channel: StatsChannel | None = None) -> None:
         self.lock = threading.Lock()
+        self.errors = 0
+        self.quiet = QuietLog(__name__)
         self._channel, self._published_at = channel, float("-inf")
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._context.setsockopt(zmq.LINGER, 0)
         self._context.setsockopt(zmq.IPV6, 1)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -104,14 +117,30 @@ class IOThread(ABC):
         self._context.destroy(linger=0)
         os.close(self._wake_fd)
 
+    def attempt(self, what: str, function: Callable[..., None], *args: object) -> bool:
+        """Calls a function for one item; whether it went well. An error costs no other item."""
+        try:
+            function(*args)
+            return True
+        except Exception as error:
+            self.errors += 1
+            kind = f"{what} {type(error).__name__}"
+            self.quiet.exception(kind, f"{self._thread.name}: {what} failed; going on")
+            return False
+
     def _run(self) -> None:
+        pause_s = TICK_S
         while not self._stop:
             try:
-                self._serve()
-            except Exception:
-                if not self._stop:
-                    logger.exception("%s: going on after an error", self._thread.name)
-                    time.sleep(TICK_S)
+                served = self.attempt("a round", self._serve)
+            except BaseException:
+                logger.critical("%s ends: no KV is handed over any more", self._thread.name, exc_info=True)
+                raise
+            if served:
+                pause_s = TICK_S
+            elif not self._stop:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, BACKOFF_S)
 
     def _serve(self) -> None:
         timeout_s = self._timeout_s()
@@ -133,7 +162,7 @@ class IOThread(ABC):
 
     @abstractmethod
     def _round(self, ready: set[zmq.Socket[bytes]], now: float) -> None:
-        """Something arrived, somebody woke the thread, or time passed."""
+        """Something arrived, another thread woke this one, or time passed."""
 
     @abstractmethod
     def _metrics(self) -> dict[str, int]:
@@ -151,15 +180,12 @@ def send(socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
         logger.debug("message lost: %s", error)
 
 
-def receive_all(socket: zmq.Socket[bytes], limit: int = 1000) -> list[list[bytes]]:
-    """What has arrived, at most `limit` messages."""
-    messages: list[list[bytes]] = []
-    while len(messages) < limit:
-        try:
-            messages.append(socket.recv_multipart(flags=zmq.NOBLOCK))
-        except zmq.Again:
-            break
-    return messages
+def receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
+    """The next message that has arrived, if there is one."""
+    try:
+        return socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
 
 
 def tcp(host: str, port: int) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from vllm_kvoffload.connectors.sfa_remote_d2h.facts import clipped, digest_of
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import LayerLayout
 from vllm_kvoffload.transfer import Region
 
@@ -46,28 +46,60 @@ class Layout:
         """
         main: dict[int, list[tuple[int, int, int]]] = {}
         indexer: dict[int, list[tuple[int, int, int]]] = {}
-        regions: dict[int, Region] = {}
+        # Storages may begin at the same address and differ in length: none of them may hide another.
+        regions: dict[tuple[int, int], Region] = {}
         for name, cache in caches.items():
             kind = indexer if "indexer" in name.lower() else main
             for tensor in [cache] if isinstance(cache, torch.Tensor) else cache:
                 kind.setdefault(layer_index(name), []).append(_component(name, tensor, num_blocks))
                 storage = tensor.untyped_storage()
                 device = "host" if tensor.device.type == "cpu" else tensor.device.type
-                regions[storage.data_ptr()] = Region(storage.data_ptr(), storage.nbytes(), device)
+                base, nbytes = storage.data_ptr(), storage.nbytes()
+                regions[base, nbytes] = Region(base, nbytes, device)
         layers = [LayerLayout(n, tuple(main[n]), tuple(indexer.get(n, ()))) for n in sorted(main)]
         if not layers:
             raise ValueError("there is no KV cache")
-        return cls(tuple(layers), tuple(regions.values()), num_blocks)
+        return cls(tuple(layers), _merged(regions.values()), num_blocks)
+
+    def facts(self, model: Any, dtype: object, block_size: int) -> dict[str, str]:
+        """All that both sides must agree on, by name. model: the HF text config."""
+        values = {key: _text(getattr(model, key, None)) for key in _MODEL_KEYS}
+        values |= {"dtype": str(dtype), "block_size": str(block_size), "layers": str(len(self.layers))}
+        return {**values, "block_bytes": clipped(_sizes(self.layers))}
 
     def digest(self, model: Any, dtype: object, block_size: int) -> str:
-        """Hex digest of all that both sides must agree on. model: the HF text config."""
-        facts = [
-            {key: getattr(model, key, None) for key in _MODEL_KEYS},
-            str(dtype),
-            block_size,
-            [(layer.index, *layer.sizes) for layer in self.layers],
-        ]
-        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+        """`digest_of` these facts."""
+        return digest_of(self.facts(model, dtype, block_size))
+
+
+def _text(value: object) -> str:
+    return clipped(json.dumps(value, sort_keys=True, default=str))
+
+
+def _sizes(layers: Sequence[LayerLayout]) -> str:
+    """Bytes of a block of each layer, equal neighbours taken together: "0-2: 128, indexer 32; 3: 128"."""
+    runs: list[tuple[int, int, str]] = []
+    for layer in layers:
+        main, indexer = ("+".join(map(str, sizes)) for sizes in layer.sizes)
+        text = f"{main}, indexer {indexer}" if indexer else main
+        if runs and runs[-1][1:] == (layer.index - 1, text):
+            runs[-1] = (runs[-1][0], layer.index, text)
+        else:
+            runs.append((layer.index, layer.index, text))
+    return "; ".join(f"{a}: {text}" if a == b else f"{a}-{b}: {text}" for a, b, text in runs)
+
+
+def _merged(regions: Iterable[Region]) -> tuple[Region, ...]:
+    """Regions of which none overlaps another: those that do become one."""
+    merged: list[Region] = []
+    for region in sorted(regions, key=lambda region: (region.address, region.nbytes)):
+        last = merged[-1] if merged else None
+        if last is None or region.address >= last.address + last.nbytes or region.device != last.device:
+            merged.append(region)
+        else:
+            end = max(last.address + last.nbytes, region.address + region.nbytes)
+            merged[-1] = Region(last.address, end - last.address, last.device)
+    return tuple(merged)
 
 
 def _component(name: str, tensor: torch.Tensor, num_blocks: int) -> tuple[int, int, int]:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
-from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Receive
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure, Receive
+from vllm_kvoffload.metrics.fields import ReceiveFailure
 
 
 @dataclass(frozen=True)
 class Target:
-    """Decode's control plane, from the rendezvous: `port` is that of TP rank 0 of the request's DP rank."""
+    """Decode's control plane, from the rendezvous: `port` is that of TP rank 0 of the request's DP rank.
+
+    secret: of this start of decode, which its ranks want to hear from whoever introduces itself.
+    """
 
     host: str
     port: int
     tp_size: int
+    secret: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
@@ -36,19 +45,55 @@ class PrefillStep:
     final: bool
 
 
+@dataclass(frozen=True)
+class Decline:
+    """A request that decode waits for in vain, told to all its ranks: why no transfer will come."""
+
+    request: str
+    target: Target
+    prompt: bytes
+    reason: str
+
+
 @dataclass
 class PrefillMetadata(KVConnectorMetadata):
     """dropped: requests whose blocks were taken back, and whether they will come again. held: finished ones
-    whose blocks stay until the worker names them."""
+    whose blocks stay until the worker names them. declined: those that can't be handed over."""
 
     steps: list[PrefillStep] = field(default_factory=list)
     dropped: list[tuple[str, bool]] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
+    declined: list[Decline] = field(default_factory=list)
 
 
 @dataclass
 class DecodeMetadata(KVConnectorMetadata):
-    """receives: newly allocated requests. answered: rendezvous that ended, with an error or ""."""
+    """receives: newly allocated requests. answered: rendezvous that ended, with an error or "". secret: what
+    prefill ranks have to present, "" while there is none."""
 
     receives: list[Receive] = field(default_factory=list)
     answered: list[tuple[str, str]] = field(default_factory=list)
+    secret: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True)
+class LayoutMetadata(KVConnectorHandshakeMetadata):
+    """What the worker's half knows when the caches are there, and the scheduler's half tells prefill."""
+
+    digest: str
+
+
+@dataclass
+class ReceiveReport(KVConnectorWorkerMetadata):
+    """Why requests were not received, by request id: what one rank, or several, say of a step."""
+
+    failures: dict[str, Failure]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> ReceiveReport:
+        """Another rank's report joins; of two reasons for one request a mismatch says more."""
+        assert isinstance(other, ReceiveReport)
+        failures = dict(self.failures)
+        for req_id, failure in other.failures.items():
+            if req_id not in failures or failure.failure == ReceiveFailure.MISMATCH:
+                failures[req_id] = failure
+        return ReceiveReport(failures)

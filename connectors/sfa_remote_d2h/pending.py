@@ -39,11 +39,29 @@ class ReadOrder:
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of a request here. `failed_blocks`: what must not be attended to, empty when all went well."""
+    """End of a request here. `failed_blocks`: what must not be attended to, empty when all went well.
+
+    failure: kind of the failure, None when all went well. prefill_layout: digest of the prefill that doesn't
+    fit, "" where that is not the failure.
+    """
 
     req_id: str
     reason: str
     failed_blocks: tuple[int, ...]
+    failure: ReceiveFailure | None = None
+    prefill_layout: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request was not received, as the engine and the proxy are told.
+
+    reason: one sentence. failure: a value of `ReceiveFailure`. prefill_layout: as in `Outcome`.
+    """
+
+    reason: str
+    failure: str
+    prefill_layout: str = ""
 
 
 class Phase(str, Enum):
@@ -85,6 +103,84 @@ class Pull:
     finish_at: float | None = None
     finished: bool = False
     errors: int = 0
+    taken: set[int] = field(default_factory=set)
+    end: int = 0
+
+    def take(self, message: Publish, blocks_there: int, num_layers: int) -> str:
+        """Adds what a `Publish` tells; returns why it can't be true, or "".
+
+        blocks_there: blocks that prefill has. No chunk is kept that contradicts earlier ones: blocks beyond
+        the prompt or prefill's cache, or twice; chunks out of order, changed, or after the last.
+        """
+        same = (message.request, message.prompt, message.num_blocks)
+        if same != (self.publish.request, self.publish.prompt, self.publish.num_blocks):
+            return "another request under the same transfer"
+        if message.first > len(self.chunks):
+            return ""  # what lies between was lost: a heartbeat asks for it
+        for index, chunk in enumerate(message.chunks, message.first):
+            reason = self._take_chunk(index, chunk, blocks_there, num_layers)
+            if reason:
+                return reason
+        all_of_it = message.first + len(message.chunks) == len(self.chunks)
+        self.complete |= message.complete and all_of_it
+        return ""
+
+    def _take_chunk(self, index: int, chunk: Chunk, blocks_there: int, num_layers: int) -> str:
+        if chunk.layers > num_layers:
+            return f"{chunk.layers} of {num_layers} layers"
+        if index == len(self.chunks):
+            reason = self._contradiction(index, chunk, blocks_there)
+            if not reason:
+                self.chunks.append(chunk)
+                self.taken.update(chunk.blocks)
+                self.end = chunk.start + len(chunk.blocks)
+            return reason
+        known = self.chunks[index]
+        if (chunk.start, chunk.blocks) != (known.start, known.blocks):
+            return f"chunk {index} changed"
+        if chunk.layers > known.layers:
+            self.chunks[index] = chunk
+        return ""
+
+    def _contradiction(self, index: int, chunk: Chunk, blocks_there: int) -> str:
+        """Why a chunk can't follow those that are known, "" if it can."""
+        end, taken = chunk.start + len(chunk.blocks), set(chunk.blocks)
+        if self.complete or (self.chunks and not self.chunks[-1].blocks):
+            return f"chunk {index} after the last"
+        if chunk.start < self.end or end > self.publish.num_blocks:
+            return f"blocks {chunk.start} to {end}, of {self.publish.num_blocks} and after {self.end}"
+        if len(taken) < len(chunk.blocks) or not self.taken.isdisjoint(taken):
+            return f"chunk {index} has a block twice"
+        if taken and max(taken) >= blocks_there:
+            return f"block {max(taken)} of {blocks_there}"
+        return ""
+
+    def unfit(self, order: Receive) -> str:
+        """Why it is not for a request of the same id, "" if it is."""
+        if self.publish.prompt != order.prompt:
+            return "another prompt"
+        if self.publish.num_blocks != len(order.blocks):
+            return f"{self.publish.num_blocks} blocks published, {len(order.blocks)} expected"
+        return ""
+
+    def pairs(self, order: Receive, chunk: Chunk) -> list[tuple[int, int, int]]:
+        """(block number in the request, block here, block on prefill) of what is wanted of a chunk."""
+        numbered = enumerate(chunk.blocks, chunk.start)
+        return [
+            (number, order.blocks[number], theirs) for number, theirs in numbered if number >= order.first
+        ]
+
+    def covers(self, order: Receive) -> bool:
+        """Whether the chunks have every wanted block."""
+        have = {n for chunk in self.chunks for n in range(chunk.start, chunk.start + len(chunk.blocks))}
+        return have >= set(range(order.first, len(order.blocks)))
+
+    def known(self, num_layers: int) -> tuple[int, int]:
+        """Chunks known up to the first whose layers are not all known, and the layers of that one."""
+        for index, chunk in enumerate(self.chunks):
+            if chunk.layers < num_layers:
+                return index + 1, chunk.layers
+        return len(self.chunks), num_layers if self.chunks else 0
 
     @property
     def key(self) -> tuple[str, int]:
@@ -96,7 +192,8 @@ class Pull:
 class Pending:
     """A request that has not ended here.
 
-    reason, failure: why its last attempt was lost, where `reason` is not empty.
+    reason, failure: why its last attempt was lost, where `reason` is not empty. prefill_layout: as in
+    `Outcome`.
     """
 
     order: Receive
@@ -108,6 +205,7 @@ class Pending:
     attempts: int = 0
     reason: str = ""
     failure: ReceiveFailure = ReceiveFailure.DEADLINE
+    prefill_layout: str = ""
 
 
 def describe(pending: Pending) -> str:

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import msgspec
+
 from vllm_kvoffload.connectors.sfa_remote_d2h.counts import TransferCounts
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     Beat,
@@ -21,6 +23,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     Cancel,
     Chunk,
     Closed,
+    Declined,
     Finish,
     Finished,
     Hello,
@@ -31,6 +34,9 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     Refused,
     ToDecode,
     ToPrefill,
+    parts,
+    printable,
+    wire_name,
 )
 from vllm_kvoffload.metrics.fields import TransferEnd
 
@@ -40,6 +46,12 @@ FINISHED_KEPT = 4096
 """Finished transfers remembered, so that a repeated `Finish` gets the same answer."""
 
 HELLO_RETRY_S = 0.5
+HELLO_AGAIN_S = 0.1
+"""Least time between two introductions to an endpoint, even if it asks for more of them."""
+
+SILENT_S = 5.0
+"""An endpoint that has not answered an introduction for so long is worth a line in the log."""
+
 REFUSED_S = 5.0
 """How long a decode rank that refused this engine is not asked again; it may be replaced by another."""
 
@@ -50,7 +62,7 @@ REPEAT_S = 1.0
 @dataclass
 class Transfer(Generic[Endpoint]):
     """One open transfer. `bound`: decode's session that has sent a heartbeat for it, "" before that. `read`:
-    chunks that decode has read, and layers of the next one."""
+    chunks that decode has read, and layers of the next one. `secret`: came with the request's rendezvous."""
 
     number: int
     req_id: str
@@ -64,16 +76,25 @@ class Transfer(Generic[Endpoint]):
     bound: str = ""
     read: tuple[int, int] = (0, 0)
     said_at: float = float("-inf")
+    secret: str = ""
 
 
 @dataclass
 class Link:
-    """What is known of the decode rank at an endpoint. `peer`: its session, "" while unknown."""
+    """What is known of the decode rank at an endpoint. `peer`: its session, "" while unknown.
+
+    secret: what the last `Hello` had, shown to the present `peer` if there is one. asked_at: when the first
+    `Hello` went out that has no answer, None while there is none. again: decode asked for a `Hello`, so that
+    what it was told is lost.
+    """
 
     peer: str = ""
+    secret: str = ""
+    asked_at: float | None = None
     hello_at: float = float("-inf")
     used_at: float = float("-inf")
     refused: str = ""
+    again: bool = False
 
 
 class Producer(Generic[Endpoint]):
@@ -110,16 +131,35 @@ class Producer(Generic[Endpoint]):
     # ------------------------------------------------------------------------------- what the engine does
 
     def open(
-        self, now: float, req_id: str, request: str, endpoint: Endpoint, prompt: bytes, num_blocks: int
+        self,
+        now: float,
+        req_id: str,
+        request: str,
+        endpoint: Endpoint,
+        prompt: bytes,
+        num_blocks: int,
+        secret: str = "",
     ) -> None:
-        """Begins a transfer; one that the request already has is dropped, since its blocks are others."""
+        """Begins a transfer; one that the request already has is dropped, since its blocks are others.
+
+        secret: that of the decode engine which waits for the request. If it is another than the endpoint has
+        heard, this rank introduces itself again: decode may have restarted.
+        """
         self.drop(req_id, "preempted", retry=True)
         lease_end = now + self.hello.lease_s
-        transfer = Transfer(self._next, req_id, request, endpoint, prompt, num_blocks, lease_end)
+        transfer = Transfer(self._next, req_id, wire_name(request), endpoint, prompt, num_blocks, lease_end)
+        transfer.secret = secret
         self._next += 1
         self.counts.opened += 1
         self._transfers[transfer.number] = transfer
         self._by_request[req_id] = transfer.number
+        link = self._link(endpoint)
+        if secret != link.secret:
+            # What is known of the endpoint stays: a request may bring any secret, and costs others nothing.
+            # Only a refusal was of an engine with another secret.
+            if link.refused:
+                link.peer = link.refused = ""
+            self._say_hello(now, endpoint, link, secret)
         self._publish(now, transfer, 0)
 
     def begin_chunk(self, req_id: str, start: int, blocks: Iterable[int], final: bool) -> None:
@@ -150,6 +190,32 @@ class Producer(Generic[Endpoint]):
         """Those of the requests of which decode may still read this layer (the n-th of all, from 0)."""
         transfers = [(req_id, self._of(req_id)) for req_id in req_ids]
         return [req_id for req_id, transfer in transfers if transfer and is_unread(transfer, layer)]
+
+    def decline(
+        self, now: float, endpoint: Endpoint, request: str, prompt: bytes, secret: str, reason: str
+    ) -> None:
+        """Tells a decode rank that no transfer of a request will come from here."""
+        self._link(endpoint).used_at = now
+        name, session = wire_name(request), self.hello.session
+        message = Declined(session, secret, name, prompt, printable(reason), self.hello.digest)
+        self._send(endpoint, message)
+
+    def fail_endpoint(self, endpoint: Endpoint) -> None:
+        """An endpoint can't be talked to: its transfers end."""
+        for transfer in [t for t in self._transfers.values() if t.endpoint == endpoint]:
+            self._close(transfer, TransferEnd.UNREACHABLE, tell=False)
+        self._links.pop(endpoint, None)
+
+    def refused(self, now: float, endpoint: Endpoint, reason: str) -> None:
+        """The decode rank at an endpoint speaks another version."""
+        link = self._link(endpoint)
+        self._answered(now, endpoint, link, Refused(link.peer or "unknown", self.hello.session, reason))
+
+    def silent(self, now: float) -> list[Endpoint]:
+        """Endpoints with transfers that have not answered an introduction for long."""
+        needed = {transfer.endpoint for transfer in self._transfers.values()}
+        links = [(end, link) for end, link in self._links.items() if end in needed and not link.peer]
+        return [end for end, link in links if link.asked_at is not None and now - link.asked_at >= SILENT_S]
 
     def engine_finished(self, req_id: str) -> None:
         """The engine is done with the request and keeps its blocks until `take_free` names it."""
@@ -182,16 +248,17 @@ class Producer(Generic[Endpoint]):
 
     def receive(self, now: float, endpoint: Endpoint, message: ToPrefill) -> None:
         """A message from the decode rank at an endpoint."""
-        link = self._links.setdefault(endpoint, Link())
+        link = self._link(endpoint)
         link.used_at = now
         if message.peer != self.hello.session:
             return  # meant for this rank's predecessor
         if isinstance(message, (HelloAck, Refused)):
             self._answered(now, endpoint, link, message)
         elif isinstance(message, NeedHello):
-            self._say_hello(now, endpoint, link, force=True)
+            link.again = True
+            self._introduce(now, endpoint, link, HELLO_AGAIN_S)
         elif message.session != link.peer:
-            self._say_hello(now, endpoint, link)  # it restarted, or its answer to Hello got lost
+            self._introduce(now, endpoint, link)  # it restarted, or its answer to Hello got lost
         elif isinstance(message, Beat):
             self._beat(now, endpoint, message)
         elif isinstance(message, Progress):
@@ -207,15 +274,22 @@ class Producer(Generic[Endpoint]):
                 self._close(transfer, TransferEnd.CANCELLED, tell=False)
 
     def _answered(self, now: float, endpoint: Endpoint, link: Link, message: HelloAck | Refused) -> None:
-        link.peer = message.session
-        link.refused = message.reason if isinstance(message, Refused) else ""
+        news = link.again or bool(link.refused) or link.peer != message.session
+        link.peer, link.asked_at, link.again = message.session, None, False
+        link.refused = (message.reason or "no reason given") if isinstance(message, Refused) else ""
         for transfer in [t for t in self._transfers.values() if t.endpoint == endpoint]:
             if link.refused:
-                self._close(transfer, TransferEnd.REFUSED, tell=False)
+                self._refuse(now, transfer, link)
             elif transfer.bound not in ("", message.session):
                 self._close(transfer, TransferEnd.RESTARTED, tell=False)
-            else:
+            elif news:
                 self._publish(now, transfer, 0)
+
+    def _refuse(self, now: float, transfer: Transfer[Endpoint], link: Link) -> None:
+        """Decode will not read a transfer, and its request is told so at once instead of at a deadline."""
+        request, prompt = transfer.request, transfer.prompt
+        self.decline(now, transfer.endpoint, request, prompt, transfer.secret, link.refused)
+        self._close(transfer, TransferEnd.REFUSED, tell=False)
 
     def _beat(self, now: float, endpoint: Endpoint, message: Beat) -> None:
         alive = []
@@ -232,7 +306,8 @@ class Producer(Generic[Endpoint]):
             have = (len(transfer.chunks), transfer.chunks[-1].layers if transfer.chunks else 0)
             if known != have or transfer.complete:
                 self._publish(now, transfer, max(0, min(chunks, len(transfer.chunks)) - 1))
-        self._send(endpoint, BeatAck(self.hello.session, tuple(alive)))
+        for part in parts(alive) if alive else [()]:
+            self._send(endpoint, BeatAck(self.hello.session, part))
 
     def _finish(self, endpoint: Endpoint, message: Finish) -> None:
         transfer = self._at(endpoint, message.transfer)
@@ -258,9 +333,9 @@ class Producer(Generic[Endpoint]):
         for transfer in [t for t in self._transfers.values() if now >= t.lease_end]:
             self._close(transfer, TransferEnd.EXPIRED, "lease expired")
         for endpoint in {t.endpoint for t in self._transfers.values()}:
-            link = self._links.setdefault(endpoint, Link())
+            link = self._link(endpoint)
             if not link.peer:
-                self._say_hello(now, endpoint, link)
+                self._introduce(now, endpoint, link)
         for transfer in [t for t in self._transfers.values() if not t.bound]:
             if now - transfer.said_at >= REPEAT_S:
                 self._publish(now, transfer, 0)
@@ -298,18 +373,19 @@ class Producer(Generic[Endpoint]):
         if transfer.req_id in self._owed:
             self._free.add(transfer.req_id)
         if tell:
-            self._send(transfer.endpoint, Closed(self.hello.session, transfer.number, reason, retry))
+            closed = Closed(self.hello.session, transfer.number, printable(reason), retry)
+            self._send(transfer.endpoint, closed)
 
     def _publish(self, now: float, transfer: Transfer[Endpoint], first: int) -> None:
-        link = self._links.setdefault(transfer.endpoint, Link())
+        link = self._link(transfer.endpoint)
         link.used_at = now
         if link.refused and now - link.hello_at >= REFUSED_S:
             link.peer = link.refused = ""
         if not link.peer:
-            self._say_hello(now, transfer.endpoint, link)
+            self._introduce(now, transfer.endpoint, link)
             return  # all of it is said once decode has answered
         if link.refused:
-            self._close(transfer, TransferEnd.REFUSED, tell=False)
+            self._refuse(now, transfer, link)
             return
         transfer.said_at = now
         chunks = tuple(transfer.chunks[first:])
@@ -327,10 +403,25 @@ class Producer(Generic[Endpoint]):
             ),
         )
 
-    def _say_hello(self, now: float, endpoint: Endpoint, link: Link, force: bool = False) -> None:
-        if force or now - link.hello_at >= HELLO_RETRY_S:
-            link.hello_at = now
-            self._send(endpoint, self.hello)
+    def _introduce(self, now: float, endpoint: Endpoint, link: Link, wait_s: float = HELLO_RETRY_S) -> None:
+        """Says `Hello` again, each time with the next of the secrets that the endpoint's requests brought:
+        requests of an earlier start of decode may still be among them."""
+        if now - link.hello_at < wait_s:
+            return
+        secrets = sorted({t.secret for t in self._transfers.values() if t.endpoint == endpoint})
+        later = [secret for secret in secrets if secret > link.secret]
+        self._say_hello(now, endpoint, link, (later or secrets or [link.secret])[0])
+
+    def _say_hello(self, now: float, endpoint: Endpoint, link: Link, secret: str) -> None:
+        if now - link.hello_at < HELLO_AGAIN_S and secret == link.secret:
+            return
+        link.hello_at, link.secret = now, secret
+        if link.asked_at is None:
+            link.asked_at = now
+        self._send(endpoint, msgspec.structs.replace(self.hello, secret=secret))
+
+    def _link(self, endpoint: Endpoint) -> Link:
+        return self._links.setdefault(endpoint, Link())
 
     def _send(self, endpoint: Endpoint, message: ToDecode) -> None:
         self.outbox.append((endpoint, message))

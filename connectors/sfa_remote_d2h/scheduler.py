@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import secrets
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvoffload.connectors.guard import RequestGuard
 from vllm_kvoffload.connectors.scheduled import scheduled_requests
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import (
+    Decline,
     DecodeMetadata,
     PrefillMetadata,
     PrefillStep,
     Target,
 )
-from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Receive
-from vllm_kvoffload.connectors.sfa_remote_d2h.ports import TPMismatchError, chunk_range, tp_ratio
-from vllm_kvoffload.connectors.sfa_remote_d2h.rendezvous import Rendezvous, RendezvousError, check_url
+from vllm_kvoffload.connectors.sfa_remote_d2h.params import (
+    HandOverParams,
+    ReceiveParams,
+    Refusal,
+    request_name,
+)
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure, Receive
+from vllm_kvoffload.connectors.sfa_remote_d2h.ports import chunk_range
+from vllm_kvoffload.connectors.sfa_remote_d2h.rendezvous import Rendezvous
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
-from vllm_kvoffload.log import get_logger
-from vllm_kvoffload.settings.remote_d2h import MAX_PORT, RemoteD2HConfig, external_id
+from vllm_kvoffload.log import QuietLog, get_logger, shown
+from vllm_kvoffload.metrics.fields import ReceiveFailure
+from vllm_kvoffload.settings.hosts import HostList
+from vllm_kvoffload.settings.remote_d2h import RemoteD2HConfig, external_id
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -27,73 +40,181 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+MAX_RECEIVING = 1 << 16
+"""Receives that are followed; more than an engine has blocks for."""
+
+
+MAX_ERROR = 1000
+"""Characters of a failure's reason in a notice."""
+
+
+@dataclass
+class Asked:
+    """A request that wants its KV from prefill. allocated: its blocks are there; it never asks again."""
+
+    params: ReceiveParams
+    allocated: bool = False
+
 
 class DecodeScheduler:
     """Decode: asks for the whole prompt but for what is cached, and tells the proxy.
+
+    A request whose parameters can't be followed is *refused*: it goes the way of one whose KV did not come,
+    so that its blocks are never attended to, and vLLM's `kv_load_failure_policy` applies.
 
     Args:
         address: what prefill is told about this engine: fields of the rendezvous.
     """
 
     def __init__(self, config: RemoteD2HConfig, block_size: int, address: dict[str, Any]) -> None:
-        self._config, self._block_size, self._address = config, block_size, address
+        self.secret = secrets.token_hex(16)
+        self._config, self._block_size = config, block_size
+        self._address = {**address, "remote_secret": self.secret}
         self._rendezvous = Rendezvous(config.limits.request_s)
+        self._guard, self._log = RequestGuard(), QuietLog(__name__)
+        self._asked: dict[str, Asked | None] = {}  # by request id, until the engine is done with it
         self._receives: list[Receive] = []
         self._refused: list[tuple[str, str]] = []
+        # What the workers have not reported yet: (external id, address for failure notices). The engine may
+        # be done with such a request, since a failed one ends before the report comes.
+        self._receiving: OrderedDict[str, tuple[str, str]] = OrderedDict()
+
+    def use_layout(self, digest: str) -> None:
+        """What the workers found their caches to be: a field of every rendezvous from now on."""
+        self._address["remote_layout"] = digest
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens that will come by transfer, and whether there are any."""
-        params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill"):
+        asked = self._asked_of(request)
+        if asked is None or asked.allocated:
             return 0, False
         count = max(request.num_prompt_tokens - num_computed_tokens, 0)
         return count, count > 0
 
+    def _asked_of(self, request: Request) -> Asked | None:
+        req_id = request.request_id
+        if req_id not in self._asked:
+            params = self._guard.run(
+                req_id,
+                "reading kv_transfer_params",
+                lambda: ReceiveParams.of(request.kv_transfer_params, self._config.metaserver_hosts),
+                lambda reason: ReceiveParams(refusal=reason),
+            )
+            self._asked[req_id] = None if params is None else Asked(params)
+        return self._asked[req_id]
+
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks are there: from here on prefill may be found, and may publish."""
-        params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill") or not num_external_tokens:
+        asked = self._asked_of(request)
+        if asked is None or asked.allocated or num_external_tokens <= 0:
             return
         # Never twice: a request that is preempted, or whose load failed, is computed here.
-        params["do_remote_prefill"] = False
-        prompt = request.prompt_token_ids
-        assert prompt is not None
-        num_blocks = -(-len(prompt) // self._block_size)
-        cached = len(prompt) - num_external_tokens
-        receive = Receive(
+        asked.allocated = True
+        req_id = request.request_id
+        cached = max(request.num_prompt_tokens - num_external_tokens, 0)
+        reason = self._guard.run(
+            req_id,
+            "update_state_after_alloc",
+            lambda: self._begin(request, asked.params, blocks, cached),
+            lambda reason: self._begin_refused(request, blocks, cached, reason),
+        )
+        self._receiving[req_id] = (external_id(req_id), asked.params.failures)
+        if len(self._receiving) > MAX_RECEIVING:
+            self._receiving.popitem(last=False)
+        if reason:
+            self._log.error(reason, f"request {shown(req_id)} can't be received: {reason}")
+            self._refused.append((req_id, reason))
+            self.failed({req_id: Failure(reason, ReceiveFailure.RENDEZVOUS.value)})
+
+    def _begin(self, request: Request, params: ReceiveParams, blocks: KVCacheBlocks, cached: int) -> str:
+        """Why the request is refused, or ""."""
+        try:
+            name, prompt = request_name(request.request_id), request.prompt_token_ids
+        except Refusal as refusal:
+            return self._begin_refused(request, blocks, cached, str(refusal))
+        reason = params.refusal
+        if prompt is None or getattr(request, "prompt_embeds", None) is not None:
+            reason = (
+                reason or "its prompt is not made of token ids alone, by which prefill's KV is recognised"
+            )
+        if reason or prompt is None:
+            return self._begin_refused(request, blocks, cached, reason)
+        receive = self._receive(request, blocks, cached, prompt_digest(prompt))
+        self._keep_from_others(request)
+        if params.metaserver:
+            body = {
+                "request_id": name,
+                "do_remote_prefill": False,
+                "do_remote_decode": True,
+                **self._address,
+                "remote_cached_tokens": cached,
+            }
+            self._rendezvous.post(request.request_id, params.metaserver, body)
+        self._receives.append(receive)
+        return ""
+
+    def _begin_refused(self, request: Request, blocks: KVCacheBlocks, cached: int, reason: str) -> str:
+        """The workers name the request at once, with all its blocks: vLLM waits for that."""
+        self._rendezvous.cancel(request.request_id)
+        self._receives.append(self._receive(request, blocks, cached, bytes(16)))
+        return reason
+
+    def _receive(self, request: Request, blocks: KVCacheBlocks, cached: int, prompt: bytes) -> Receive:
+        num_blocks = -(-request.num_prompt_tokens // self._block_size)
+        return Receive(
             req_id=request.request_id,
             request=external_id(request.request_id),
-            prompt=prompt_digest(prompt),
+            prompt=prompt,
             blocks=tuple(blocks.get_block_ids()[0][:num_blocks]),
             first=cached // self._block_size,
         )
-        self._receives.append(receive)
-        if params.get("do_virtual") or params.get("metaserver") is None:
-            return
-        try:
-            url = check_url(params["metaserver"], self._config.metaserver_hosts)
-        except RendezvousError as error:
-            self._refused.append((request.request_id, str(error)))
-            return
-        body = {
-            "request_id": receive.request,
-            "do_remote_prefill": False,
-            "do_remote_decode": True,
-            **self._address,
-            "remote_cached_tokens": cached,
-        }
-        self._rendezvous.post(request.request_id, url, body)
+
+    @staticmethod
+    def _keep_from_others(request: Request) -> None:
+        """Other readers of the parameters see that this is done. Several requests may share one dict."""
+        params = request.kv_transfer_params
+        if isinstance(params, dict):
+            request.kv_transfer_params = {**params, "do_remote_prefill": False}
 
     def metadata(self) -> DecodeMetadata:
         """What is new since the last step."""
         answered = self._refused + self._rendezvous.take_answers()
-        made = DecodeMetadata(self._receives, answered)
+        made = DecodeMetadata(self._receives, answered, self.secret)
         self._receives, self._refused = [], []
         return made
 
+    def failed(self, failures: Mapping[str, Failure]) -> None:
+        """Requests were not received: the proxy is told, where it wants to know, once for each."""
+        for req_id, failure in failures.items():
+            if req_id not in self._receiving:
+                continue
+            name, url = self._receiving[req_id]
+            self._receiving[req_id] = (name, "")
+            if not url or failure.failure == ReceiveFailure.ABORTED:
+                continue
+            body = {"request_id": name, "error": failure.reason[:MAX_ERROR], "failure": failure.failure}
+            if failure.prefill_layout:
+                body["prefill_layout"] = failure.prefill_layout
+            post = partial(self._rendezvous.notify, url, body)
+            told = self._guard.run(req_id, "failure notice", post, lambda _: False)
+            if not told:
+                logger.debug("the proxy is not told that %s failed", shown(req_id))
+
+    def reported(self, received: Iterable[str]) -> None:
+        """The workers are done with these, one way or the other."""
+        for req_id in received:
+            self._receiving.pop(req_id, None)
+
     def finished(self, req_id: str) -> None:
         """The request is over here; whether it is still received is the worker's affair."""
+        self._asked.pop(req_id, None)
         self._rendezvous.cancel(req_id)
+
+    def reset(self) -> bool:
+        """Whether no KV that prefill computed before is on its way here: it can't be called back."""
+        if self._receiving:
+            logger.warning("Reset: KV of %d requests is being received", len(self._receiving))
+        return not self._receiving
 
     def close(self) -> None:
         """Ends all posts."""
@@ -104,6 +225,7 @@ class DecodeScheduler:
 class Tracked:
     """A request that decode waits for. published: blocks up to here were given to the worker."""
 
+    request: Request
     target: Target
     prompt: bytes
     num_prompt_tokens: int
@@ -115,43 +237,59 @@ class Tracked:
 
 
 class PrefillScheduler:
-    """Prefill: follows the requests that decode waits for, step by step."""
+    """Prefill: follows the requests that decode waits for, step by step.
 
-    def __init__(self, block_size: int, tp_size: int) -> None:
-        self._block_size, self._tp_size = block_size, tp_size
+    What is asked for in a way that can't be followed is computed like any other request, and not handed over.
+
+    Args:
+        hosts: decode engines that are talked to.
+    """
+
+    def __init__(self, block_size: int, tp_size: int, hosts: HostList) -> None:
+        self._block_size, self._tp_size, self._hosts = block_size, tp_size, hosts
+        self._guard, self._log = RequestGuard(), QuietLog(__name__)
         self._tracked: dict[str, Tracked] = {}
         self._dropped: list[tuple[str, bool]] = []
         self._held: list[str] = []
+        self._kept: set[str] = set()
+        self._declined: list[Decline] = []
+        self._refused: set[str] = set()  # while they live, so that a preemption does not say it again
 
     def allocated(self, request: Request) -> None:
         """A request begins, for the first time or after a preemption."""
-        params = own_params(request)
-        if not params or not params.get("do_remote_decode"):
-            return
-        target = self._target(params)
-        cached = params.get("remote_cached_tokens")
-        prompt = request.prompt_token_ids
-        if isinstance(target, str) or not isinstance(cached, int) or cached < 0 or prompt is None:
-            reason = target if isinstance(target, str) else f"remote_cached_tokens={cached!r}"
-            logger.error("request %s can't be handed over: %s", request.request_id, reason)
-            return
-        self._forget_blocks(request.request_id)  # preempted, and scheduled again in the same step
-        self._tracked[request.request_id] = Tracked(target, prompt_digest(prompt), len(prompt), cached, [])
+        req_id = request.request_id
+        self._guard.run(req_id, "update_state_after_alloc", lambda: self._track(request), lambda _: None)
 
-    def _target(self, params: dict[str, Any]) -> Target | str:
-        host, port, tp_size = (params.get(f"remote_{key}") for key in ("host", "port", "tp_size"))
-        if not isinstance(host, str) or not host or not isinstance(port, int) or not isinstance(tp_size, int):
-            return f"remote_host={host!r}, remote_port={port!r}, remote_tp_size={tp_size!r}"
-        for key in ("remote_pcp_size", "remote_dcp_size"):
-            if params.get(key, 1) != 1:
-                return f"{key}={params[key]!r}: context parallelism is not supported"
+    def _track(self, request: Request) -> None:
+        req_id = request.request_id
+        if req_id in self._refused:
+            return
+        self._forget_blocks(req_id)  # preempted, and scheduled again in the same step
+        digest = bytes(16)
         try:
-            tp_ratio(self._tp_size, tp_size)
-        except TPMismatchError as error:
-            return str(error)
-        if not 1 <= port <= MAX_PORT - tp_size + 1:
-            return f"remote_port={port} with TP {tp_size}"
-        return Target(host, port, tp_size)
+            params = HandOverParams.of(request.kv_transfer_params, req_id, self._tp_size, self._hosts)
+            if params is None:
+                return
+            prompt = request.prompt_token_ids
+            if prompt is None or getattr(request, "prompt_embeds", None) is not None:
+                reason = "its prompt is not made of token ids alone, by which decode recognises its KV"
+                raise Refusal(reason, params.target)
+            digest = prompt_digest(prompt)
+            if params.cached_tokens > len(prompt):
+                reason = f"remote_cached_tokens={params.cached_tokens} of a prompt of {len(prompt)} tokens"
+                raise Refusal(reason, params.target)
+        except Refusal as refusal:
+            self._refuse(req_id, digest, str(refusal), refusal.target)
+            return
+        self._tracked[req_id] = Tracked(request, params.target, digest, len(prompt), params.cached_tokens, [])
+
+    def _refuse(self, req_id: str, prompt: bytes, reason: str, target: Target | None) -> None:
+        """Decode is told, where it is known: no transfer will come."""
+        self._refused.add(req_id)
+        self._tracked.pop(req_id, None)
+        self._log.error(reason, f"request {shown(req_id)} can't be handed over: {reason}")
+        if target is not None:
+            self._declined.append(Decline(request_name(req_id), target, prompt, reason))
 
     def metadata(self, output: SchedulerOutput) -> PrefillMetadata:
         """What a step adds."""
@@ -162,22 +300,43 @@ class PrefillScheduler:
             tracked = self._tracked.get(req_id)
             if tracked is None or tracked.complete:
                 continue
-            tracked.blocks += block_ids
-            scheduled = output.num_scheduled_tokens[req_id]
-            drafts = len(output.scheduled_spec_decode_tokens.get(req_id, ()))
-            steps.append(self._step(req_id, tracked, computed + scheduled - drafts))
-        made = PrefillMetadata(steps, self._dropped, self._held)
-        self._dropped, self._held = [], []
+            step = self._guard.run(
+                req_id,
+                "build_connector_meta",
+                partial(self._scheduled, output, req_id, tracked, block_ids, computed),
+                partial(self._give_up, req_id),
+            )
+            if step is not None:
+                steps.append(step)
+        made = PrefillMetadata(steps, self._dropped, self._held, self._declined)
+        self._dropped, self._held, self._declined = [], [], []
         return made
+
+    def _scheduled(
+        self, output: SchedulerOutput, req_id: str, tracked: Tracked, block_ids: list[int], computed: int
+    ) -> PrefillStep | None:
+        tracked.blocks += block_ids
+        scheduled = output.num_scheduled_tokens[req_id]
+        drafts = len(output.scheduled_spec_decode_tokens.get(req_id, ()))
+        return self._step(req_id, tracked, computed + scheduled - drafts)
+
+    def _give_up(self, req_id: str, reason: str) -> None:
+        tracked = self._tracked[req_id]
+        if tracked.opened:
+            self._dropped.append((req_id, False))
+        self._refuse(req_id, tracked.prompt, reason, None if tracked.opened else tracked.target)
 
     def lost(self, block_ids: Collection[int]) -> None:
         """Blocks lost their KV: their requests' transfers end, also where the request only wasn't stored, and
         begin anew if it goes on."""
         for req_id, tracked in self._tracked.items():
             if tracked.opened and not set(block_ids).isdisjoint(tracked.blocks):
-                tracked.opened = tracked.complete = False
-                tracked.published = 0
-                self._dropped.append((req_id, True))
+                self._begin_anew(req_id, tracked)
+
+    def _begin_anew(self, req_id: str, tracked: Tracked) -> None:
+        tracked.opened = tracked.complete = False
+        tracked.published = 0
+        self._dropped.append((req_id, True))
 
     def _forget_blocks(self, req_id: str) -> None:
         """The request was preempted, unless it has only just been given its blocks."""
@@ -206,24 +365,33 @@ class PrefillScheduler:
 
     def finished(self, req_id: str) -> bool:
         """Whether the request's blocks must stay until the worker names it."""
+        self._refused.discard(req_id)
         tracked = self._tracked.pop(req_id, None)
         if tracked is None:
             return False
         if tracked.complete:
             self._held.append(req_id)
+            self._kept.add(req_id)
         else:
             self._dropped.append((req_id, False))
         return tracked.complete
 
+    def reported(self, sent: Iterable[str]) -> None:
+        """The workers no longer need the blocks of these."""
+        self._kept.difference_update(sent)
 
-def own_params(request: Request) -> dict[str, Any] | None:
-    """The request's own part of the rendezvous: one call may carry several prompts."""
-    params = request.kv_transfer_params
-    batch = params.get("batch_kv_transfer_params") if params else None
-    if not isinstance(batch, dict):
-        return params
-    own = batch.get(external_id(request.request_id))
-    if not isinstance(own, dict):
-        logger.error("request %s is not among those of its rendezvous", request.request_id)
-        return None
-    return own
+    def reset(self) -> bool:
+        """Ends the transfers of requests that lost their blocks to the reset; they begin anew with them.
+
+        False while decode may read KV that was computed before: of requests that run, or are kept for it. The
+        local reset fails then, too. Both succeed when the last of them was read, or its lease has ended.
+        """
+        opened = {req_id: tracked for req_id, tracked in self._tracked.items() if tracked.opened}
+        computed = [req_id for req_id, tracked in opened.items() if tracked.request.num_computed_tokens > 0]
+        if computed or self._kept:
+            count = len(computed) + len(self._kept)
+            logger.warning("Reset: decode may still read KV of %d requests", count)
+            return False
+        for req_id, tracked in opened.items():
+            self._begin_anew(req_id, tracked)
+        return True

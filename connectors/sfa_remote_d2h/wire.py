@@ -4,34 +4,75 @@ A *session* is one start of one rank. A *transfer* is one attempt of one prefill
 its number is never used twice in a session, so it is the generation of everything said about it. `Publish`
 tells the state of a transfer, not a change of it: losing, repeating or delaying one does no harm, and a
 `Beat` that lags behind is answered with what its sender lacks.
+
+Every number, text and list has a range that is checked while a frame is decoded, so that what arrives fits
+an int64, a log line and the memory set aside for it. The state machines check how fields go together.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import TypeAlias, TypeVar
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
-VERSION = 2
+VERSION = 3
+MAX_FRAME_BYTES = 4 << 20
+"""Longest frame: a `Publish` of MAX_BLOCKS blocks, or a `Hello` with MAX_METADATA bytes, has room in it."""
+
+MAX_BLOCKS = 1 << 18
+MAX_METADATA = 2 << 20
+MAX_ENTRIES = 4096
+MAX_TEXT = 512
+MAX_NAME = 256
+MAX_FACTS = 64
+MAX_TP = 4096
+_ADDRESS_END = 1 << 62
+"""Addresses, strides and block sizes lie below: the sum of two is still an int64."""
+
+_LINE = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
+_NOT_IN_LINE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME, pattern=_LINE)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT, pattern=_LINE)]
+Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
+Block = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Count = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
+Layers = Annotated[int, Meta(ge=0, le=4096)]
+Size = Annotated[int, Meta(ge=0, lt=_ADDRESS_END)]
+Bytes = Annotated[int, Meta(ge=1, lt=_ADDRESS_END)]
+Component: TypeAlias = tuple[Bytes, Size, Bytes]
+Components = Annotated[tuple[Component, ...], Meta(max_length=64)]
+Entry: TypeAlias = tuple[Number, Count, Layers]
+Entries = Annotated[tuple[Entry, ...], Meta(max_length=MAX_ENTRIES)]
+Prompt = Annotated[bytes, Meta(min_length=16, max_length=16)]
+
 _Message = TypeVar("_Message")
+_Item = TypeVar("_Item")
 
 
 class WireError(ValueError):
     """A frame that this version can't understand."""
 
 
-class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
+class VersionError(WireError):
+    """A frame of another release."""
+
+
+class LayerLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Where a layer's KV lies on prefill. Components of the main KV, then those of the indexer's.
 
     Each is (address of block 0, bytes between blocks, bytes of a block).
     """
 
-    index: int
-    main: tuple[tuple[int, int, int], ...]
-    indexer: tuple[tuple[int, int, int], ...]
+    index: Layers
+    main: Components
+    indexer: Components
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -39,130 +80,145 @@ class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
         return tuple(c[2] for c in self.main), tuple(c[2] for c in self.indexer)
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
+class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Blocks that prefill computed in one step; the first `layers` layers may be read.
 
     start: number of the first block in the request; blocks: their ids on prefill.
     """
 
-    start: int
-    blocks: tuple[int, ...]
-    layers: int
+    start: Count
+    blocks: Annotated[tuple[Block, ...], Meta(max_length=MAX_BLOCKS)]
+    layers: Layers
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="hello"):
     """Prefill introduces itself, again after every reconnect. `metadata` is the transfer engine's.
 
     progress: decode is to say how far its reads are: prefill uses the memory for other layers then.
+    secret: of this start of decode, from the rendezvous. facts: what `digest` is made of, by name.
     """
 
-    session: str
-    engine_id: str
-    tp_size: int
-    tp_rank: int
-    digest: str
-    num_blocks: int
-    layers: tuple[LayerLayout, ...]
-    metadata: bytes
-    lease_s: float
+    session: Name
+    engine_id: Name
+    tp_size: Annotated[int, Meta(ge=1, le=MAX_TP)]
+    tp_rank: Annotated[int, Meta(ge=0, lt=MAX_TP)]
+    digest: Name
+    num_blocks: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    layers: Annotated[tuple[LayerLayout, ...], Meta(max_length=4096)]
+    metadata: Annotated[bytes, Meta(max_length=MAX_METADATA)]
+    lease_s: Annotated[float, Meta(ge=0.1, le=86400)]
     progress: bool = False
+    secret: Annotated[str, Meta(max_length=MAX_NAME, pattern=_LINE)] = ""
+    facts: Annotated[dict[Name, Text], Meta(max_length=MAX_FACTS)] = {}
 
 
-class HelloAck(msgspec.Struct, frozen=True, array_like=True, tag="hello_ack"):
+class HelloAck(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="hello_ack"):
     """Decode knows the prefill session."""
 
-    session: str
-    peer: str
+    session: Name
+    peer: Name
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+class Refused(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="refused"):
     """Decode will not work with that prefill session: another model, layout or TP."""
 
-    session: str
-    peer: str
-    reason: str
+    session: Name
+    peer: Name
+    reason: Text
 
 
-class NeedHello(msgspec.Struct, frozen=True, array_like=True, tag="need_hello"):
+class NeedHello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="need_hello"):
     """Decode doesn't know the prefill session, since it started later."""
 
-    session: str
-    peer: str
+    session: Name
+    peer: Name
 
 
-class Publish(msgspec.Struct, frozen=True, array_like=True, tag="publish"):
+class Publish(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="publish"):
     """State of a transfer: its chunks from number `first` on. `complete`: there will be no more chunks.
 
     request: external request id. prompt: digest of the prompt's token ids. num_blocks: of the whole prompt.
     """
 
-    session: str
-    transfer: int
-    request: str
-    prompt: bytes
-    num_blocks: int
-    first: int
-    chunks: tuple[Chunk, ...]
+    session: Name
+    transfer: Number
+    request: Name
+    prompt: Prompt
+    num_blocks: Count
+    first: Count
+    chunks: Annotated[tuple[Chunk, ...], Meta(max_length=MAX_BLOCKS)]
     complete: bool
 
 
-class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
+class Closed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="closed"):
     """The transfer is over on prefill, its blocks may be reused. `retry`: the request will come again."""
 
-    session: str
-    transfer: int
-    reason: str
+    session: Name
+    transfer: Number
+    reason: Text
     retry: bool
 
 
-class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
+class Finished(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="finished"):
     """Answer to `Finish`: the blocks were held all the time, what was read is right."""
 
-    session: str
-    transfer: int
+    session: Name
+    transfer: Number
 
 
-class BeatAck(msgspec.Struct, frozen=True, array_like=True, tag="beat_ack"):
+class Declined(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="declined"):
+    """Decode refused this session, so that no transfer of the request will come from it. As decode knows no
+    such peer, the secret proves that the message is from whom the request was given to. digest: prefill's."""
+
+    session: Name
+    secret: Annotated[str, Meta(max_length=MAX_NAME, pattern=_LINE)]
+    request: Name
+    prompt: Prompt
+    reason: Text
+    digest: Annotated[str, Meta(max_length=MAX_NAME, pattern=_LINE)] = ""
+
+
+class BeatAck(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="beat_ack"):
     """The leases of these transfers are extended."""
 
-    session: str
-    transfers: tuple[int, ...]
+    session: Name
+    transfers: Annotated[tuple[Number, ...], Meta(max_length=MAX_ENTRIES)]
 
 
-class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
+class Beat(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="beat"):
     """Decode's heartbeat: (transfer, chunks known, layers known of the last one)."""
 
-    session: str
-    peer: str
-    entries: tuple[tuple[int, int, int], ...]
+    session: Name
+    peer: Name
+    entries: Entries
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
+class Progress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="progress"):
     """How far decode has read: (transfer, chunks read, layers read of the next one). It only grows."""
 
-    session: str
-    peer: str
-    entries: tuple[tuple[int, int, int], ...]
+    session: Name
+    peer: Name
+    entries: Entries
 
 
-class Finish(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
+class Finish(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="finish"):
     """Decode has read everything."""
 
-    session: str
-    peer: str
-    transfer: int
+    session: Name
+    peer: Name
+    transfer: Number
 
 
-class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+class Cancel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="cancel"):
     """Decode doesn't want the transfer any more."""
 
-    session: str
-    peer: str
-    transfer: int
-    reason: str
+    session: Name
+    peer: Name
+    transfer: Number
+    reason: Text
 
 
-ToDecode: TypeAlias = Hello | Publish | Closed | Finished | BeatAck
+ToDecode: TypeAlias = Hello | Publish | Closed | Finished | BeatAck | Declined
 ToPrefill: TypeAlias = HelloAck | Refused | NeedHello | Beat | Progress | Finish | Cancel
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -177,7 +233,10 @@ def encode(message: ToDecode | ToPrefill) -> bytes:
 
 def decode_to_decode(frame: bytes) -> ToDecode:
     """A frame that a decode rank got. Raises WireError."""
-    return _checked(frame, _TO_DECODE)
+    message = _checked(frame, _TO_DECODE)
+    if isinstance(message, Hello):
+        _check_hello(message)
+    return message
 
 
 def decode_to_prefill(frame: bytes) -> ToPrefill:
@@ -186,13 +245,53 @@ def decode_to_prefill(frame: bytes) -> ToPrefill:
 
 
 def _checked(frame: bytes, decoder: msgspec.msgpack.Decoder[_Message]) -> _Message:
-    if not frame or frame[0] != VERSION:
-        found = frame[0] if frame else "an empty frame"
-        raise WireError(f"protocol version {found}, this side speaks {VERSION}: both need the same release")
+    if len(frame) > MAX_FRAME_BYTES:
+        raise WireError(f"a frame of {len(frame)} bytes, at most {MAX_FRAME_BYTES} are allowed")
+    if not frame:
+        raise WireError("an empty frame")
+    if frame[0] != VERSION:
+        raise VersionError(
+            f"protocol version {frame[0]}, this side speaks {VERSION}: both need the same release"
+        )
     try:
         return decoder.decode(frame[1:])
-    except msgspec.MsgspecError as error:
-        raise WireError(f"not a message of protocol version {VERSION}: {error}") from error
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise WireError(f"not a message of protocol version {VERSION}: {printable(str(error))}") from error
+
+
+def _check_hello(hello: Hello) -> None:
+    """What no range says: a rank of its TP size, finite numbers, and layers within an address space."""
+    if hello.tp_rank >= hello.tp_size:
+        raise WireError(f"rank {hello.tp_rank} of TP size {hello.tp_size}")
+    if not math.isfinite(hello.lease_s):
+        raise WireError(f"lease of {hello.lease_s} s")
+    for layer in hello.layers:
+        for address, stride, nbytes in (*layer.main, *layer.indexer):
+            if address + stride * (hello.num_blocks - 1) + nbytes > _ADDRESS_END:
+                raise WireError(f"layer {layer.index} reaches beyond the address space")
+
+
+def printable(text: str, length: int = MAX_TEXT) -> str:
+    """The text on one line, shortened: what a message or a log line may hold of foreign text."""
+    if len(text) > length:
+        text = f"{text[: length - 3]}..."
+    if _NOT_IN_LINE.search(text):
+        text = _NOT_IN_LINE.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+        text = text if len(text) <= length else f"{text[: length - 3]}..."
+    return text
+
+
+def wire_name(request: str) -> str:
+    """A request id as messages give it: one that is too long for them, or no text, by its digest."""
+    if 0 < len(request) <= MAX_NAME and not _NOT_IN_LINE.search(request):
+        return request
+    return f"sha256-{hashlib.sha256(request.encode('utf-8', 'surrogatepass')).hexdigest()}"
+
+
+def parts(entries: Sequence[_Item]) -> Iterator[tuple[_Item, ...]]:
+    """A list in pieces that a message may hold."""
+    for begin in range(0, len(entries), MAX_ENTRIES):
+        yield tuple(entries[begin : begin + MAX_ENTRIES])
 
 
 def prompt_digest(token_ids: Sequence[int]) -> bytes:

@@ -4,46 +4,40 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 import zmq
 
+from vllm_kvoffload.connectors.sfa_remote_d2h.connection_gate import ConnectionGate
 from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Consumer
-from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import (
-    TICK_S,
-    Idle,
-    IOThread,
-    receive_all,
-    send,
-    tcp,
-)
+from vllm_kvoffload.connectors.sfa_remote_d2h.curve import ControlKey, Gatekeeper
+from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import TICK_S, Idle, IOThread, receive, send, tcp
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import DecodeMetadata
-from vllm_kvoffload.connectors.sfa_remote_d2h.pending import ReadOrder
-from vllm_kvoffload.connectors.sfa_remote_d2h.wire import Hello, WireError, decode_to_decode, encode
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure, Receive
+from vllm_kvoffload.connectors.sfa_remote_d2h.reads import Reads
+from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
+    MAX_FRAME_BYTES,
+    Declined,
+    Hello,
+    NeedHello,
+    Refused,
+    ToPrefill,
+    VersionError,
+    WireError,
+    decode_to_decode,
+    encode,
+    printable,
+)
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import StatsChannel
+from vllm_kvoffload.metrics.fields import ReceiveFailure
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.remote_d2h import Limits
-from vllm_kvoffload.transfer import (
-    PeerHandle,
-    ReadHandle,
-    ReadStatus,
-    Spans,
-    TransferEngine,
-    TransferError,
-)
-from vllm_kvoffload.transfer.spans import block_spans
+from vllm_kvoffload.transfer import TransferEngine
 
 logger = get_logger(__name__)
-
-PIECE_BYTES = 32 << 20
-"""A read is made in pieces of about this size, so that heartbeats never wait long for one."""
-
-READ_S = 30.0
-"""Deadline of a piece."""
 
 BUSY_S = 0.001
 """Between looks at reads in flight."""
@@ -51,33 +45,23 @@ BUSY_S = 0.001
 ROUND_S = 0.02
 """How long reads may follow each other before messages are looked at again."""
 
+MESSAGES_A_ROUND = 256
+"""Messages taken before reads and deadlines get their turn; libzmq takes connections in turn."""
 
-@dataclass
-class InFlight:
-    """A read order being carried out, piece by piece."""
+QUEUE_LENGTH = 64
+"""Messages that libzmq keeps of a connection, and for one. What is beyond waits on prefill, or is lost."""
 
-    order: ReadOrder
-    pieces: deque[Spans]
-    handle: ReadHandle | None = None
-    deadline: float = 0.0
-    error: str = ""
-    over: bool = False
-
-
-@dataclass
-class Source:
-    """A prefill rank to read from."""
-
-    hello: Hello
-    peer: PeerHandle
+HANDSHAKE_MS = 5000
+KEEPALIVE_S = 60
 
 
 @dataclass
 class Results:
-    """What the engine is told at the end of a step."""
+    """What the engine is told at the end of a step. failures: why, of the requests that were not received."""
 
     done: set[str] = field(default_factory=set)
     failed_blocks: set[int] = field(default_factory=set)
+    failures: dict[str, Failure] = field(default_factory=dict)
 
 
 class DecodeWorker(IOThread):
@@ -85,13 +69,15 @@ class DecodeWorker(IOThread):
 
     Args:
         engine: with nothing registered yet; it is closed at the end. channel: likewise.
+        facts: of model and layout, see `Layout.facts`.
+        control_key: 64 hex digits that prefill has, too: control messages are encrypted.
     """
 
     def __init__(
         self,
         engine: TransferEngine,
         layout: Layout,
-        digest: str,
+        facts: Mapping[str, str],
         *,
         host: str,
         port: int,
@@ -99,21 +85,44 @@ class DecodeWorker(IOThread):
         tp_rank: int,
         limits: Limits,
         channel: StatsChannel | None = None,
+        control_key: str | None = None,
     ) -> None:
         super().__init__("kvoffload-decode-io", channel)
-        self._engine, self._layout = engine, layout
-        session = uuid.uuid4().hex
-        self.consumer = Consumer(session, digest, len(layout.layers), tp_size, tp_rank, limits)
-        self.bytes_read = 0
+        self._engine = engine
+        self._session = uuid.uuid4().hex
+        self.consumer = Consumer(self._session, facts, len(layout.layers), tp_size, tp_rank, limits)
+        self.frames_refused = 0
         self._idle = Idle()
-        self._sources: dict[str, Source] = {}
-        self._flights: dict[int, InFlight] = {}
-        self._router = self._bind(host, port)
+        self._reads = Reads(engine, layout)
+        self._gatekeeper: Gatekeeper | None = None
+        self._keyed = control_key is not None
+        self._router = self._bind(host, port, control_key)
+        self._gate = ConnectionGate(self._router, port)
+        self._poller.register(self._gate.monitor, zmq.POLLIN)
         engine.register(layout.regions)
 
-    def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
+    @property
+    def bytes_read(self) -> int:
+        """From prefill, since the start."""
+        return self._reads.bytes_read
+
+    def _bind(self, host: str, port: int, control_key: str | None) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        for option, value in (
+            (zmq.ROUTER_HANDOVER, 1),
+            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
+            (zmq.RCVHWM, QUEUE_LENGTH),
+            (zmq.SNDHWM, QUEUE_LENGTH),
+            (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S),
+        ):
+            router.setsockopt(option, value)
+        if control_key is not None:
+            key = ControlKey(control_key)
+            key.serve(router)
+            self._gatekeeper = Gatekeeper(self._context, key)
+            self._poller.register(self._gatekeeper.socket, zmq.POLLIN)
         try:
             router.bind(tcp(host, port))
         except zmq.ZMQError as error:
@@ -124,15 +133,28 @@ class DecodeWorker(IOThread):
         self._poller.register(router, zmq.POLLIN)
         return router
 
+    def use_secret(self, secret: str) -> None:
+        """What prefill must present to be known; until then it gets no answer."""
+        with self.lock:
+            self.consumer.use_secret(secret)
+
     def begin_step(self, metadata: DecodeMetadata) -> None:
         """New requests; their blocks are quiet."""
         now = time.monotonic()
         with self.lock:
+            self.consumer.use_secret(metadata.secret)
             for order in metadata.receives:
-                self.consumer.expect(now, order)
+                self.attempt("a new request", self._expect, now, order)
             for req_id, error in metadata.answered:
-                self.consumer.prefill_returned(now, req_id, error)
+                self.attempt("a rendezvous", self.consumer.prefill_returned, now, req_id, error)
         self.wake()
+
+    def _expect(self, now: float, order: Receive) -> None:
+        try:
+            self.consumer.expect(now, order)
+        except Exception as error:
+            self.consumer.abandon(order, f"decode could not begin to receive it: {error!r}")
+            raise
 
     def finish_step(self, finished_req_ids: set[str], idle: bool = False) -> Results:
         """Requests that were received, or failed, since the last step. The others go on.
@@ -142,7 +164,7 @@ class DecodeWorker(IOThread):
         results = Results()
         with self.lock:
             for req_id in finished_req_ids:
-                self.consumer.cancel(req_id)
+                self.attempt("an abort", self.consumer.cancel, req_id)
             waits = idle and bool(self.consumer.live) and not self.consumer.has_outcomes
             self._idle.begin()
         if waits:
@@ -154,7 +176,11 @@ class DecodeWorker(IOThread):
                 results.done.add(outcome.req_id)
                 results.failed_blocks.update(outcome.failed_blocks)
                 if outcome.reason:
-                    logger.warning("request %s was not received: %s", outcome.req_id, outcome.reason)
+                    reason, failure = printable(outcome.reason), outcome.failure or ReceiveFailure.PREFILL
+                    failed = Failure(reason, failure.value, outcome.prefill_layout)
+                    results.failures[outcome.req_id] = failed
+                    name = printable(outcome.req_id)
+                    logger.warning("request %s was not received (%s): %s", name, failure.value, reason)
         if finished_req_ids:
             self.wake()
         return results
@@ -162,14 +188,20 @@ class DecodeWorker(IOThread):
     # ------------------------------------------------------------------------------------------ the thread
 
     def _timeout_s(self) -> float:
-        return BUSY_S if self._flights else TICK_S
+        return BUSY_S if self._reads else TICK_S
 
     def _round(self, ready: set[zmq.Socket[bytes]], now: float) -> None:
-        for _ in ready:
-            for frames in receive_all(self._router):
-                self._receive(now, frames)
+        if self._gatekeeper is not None:
+            self.attempt("a check of keys", self._gatekeeper.answer)
+        if self._router in ready:
+            for _ in range(MESSAGES_A_ROUND):
+                frames = receive(self._router)
+                if frames is None:
+                    break
+                self.attempt("a message", self._take, now, frames)
+        self.attempt("a look at connections", self._watch, now)
         with self.lock:
-            self.consumer.tick(now)
+            self.attempt("a tick", self.consumer.tick, now)
         self._carry_out()
         # A layer's read is often over at once, and the next layer published by then.
         while self._poll_reads() and time.monotonic() < now + ROUND_S:
@@ -177,133 +209,121 @@ class DecodeWorker(IOThread):
 
     def _metrics(self) -> dict[str, int]:
         with self.lock:
-            return {**self.consumer.metrics(), "pulled_bytes": self.bytes_read}
+            values = self.consumer.metrics()
+        return {
+            **values,
+            "pulled_bytes": self.bytes_read,
+            "frames_refused": self.frames_refused,
+            "strangers_closed": self._gate.closed,
+            "control_errors": self.errors + self._reads.errors,
+        }
 
-    def _receive(self, now: float, frames: list[bytes]) -> None:
-        try:
-            message = decode_to_decode(frames[-1])
-        except WireError as error:
-            logger.error("prefill rank %s: %s", frames[0].hex(), error)
+    def _watch(self, now: float) -> None:
+        failed, closed = self._gate.failed, self._gate.closed
+        self._gate.watch(now)
+        self._gate.tick(now)
+        if self._gate.failed > failed:
+            key = "another control_key_file, or none" if self._keyed else "a control_key_file, or no ZeroMQ"
+            self.quiet.warning("handshake", f"a connection to the control port failed: its sender has {key}")
+        if self._gate.closed > closed:
+            text = "a connection to the control port was closed: no Hello with the secret of this start came"
+            self.quiet.warning("stranger", text)
+
+    def _take(self, now: float, frames: list[zmq.Frame]) -> None:
+        """A message, with where it came from."""
+        self._gate.watch(now)
+        descriptor = int(frames[-1].get(zmq.SRCFD))
+        if len(frames) != 2:
+            self._refuse(frames[0].bytes, descriptor, "parts", f"a message of {len(frames)} parts")
             return
-        if frames[0] != message.session.encode():
-            logger.error("a message of session %s came from another one", message.session)
+        self._receive(now, frames[0].bytes, frames[1].bytes, descriptor)
+
+    def _receive(self, now: float, identity: bytes, frame: bytes, descriptor: int) -> None:
+        session = self._gate.frame(now, descriptor)
+        try:
+            message = decode_to_decode(frame)
+        except VersionError as error:
+            self._refuse(identity, -1, "version", str(error))
+            send(self._router, [identity, encode(Refused("unknown", "unknown", printable(str(error))))])
+            return
+        except WireError as error:
+            self._refuse(identity, descriptor, "frame", str(error))
+            return
+        if identity != message.session.encode():
+            self._refuse(identity, descriptor, "session", f"a {type(message).__name__} of another session")
+            return
+        if not isinstance(message, (Hello, Declined)) and session != message.session:
+            if self.consumer.ready:  # a connection must introduce itself, also if the session is known
+                send(self._router, [identity, encode(NeedHello(self._session, message.session))])
             return
         with self.lock:
-            self.consumer.receive(now, message)
-            known = message.session in self.consumer.peers
-        if isinstance(message, Hello) and known:
-            self._meet(message)
+            reason = self.consumer.receive(now, message)
+        if isinstance(message, (Hello, Declined)) and self.consumer.proved(message.secret):
+            self._gate.introduced(descriptor, message.session)
+        if reason:
+            self._refuse(identity, -1, "hello", reason)
         self._carry_out()
 
+    def _refuse(self, identity: bytes, descriptor: int, kind: str, reason: str) -> None:
+        """Logs what was not taken. A stranger's connection ends; a peer's frames may come damaged."""
+        self.frames_refused += 1
+        sender = identity.decode("ascii", "backslashreplace")
+        self.quiet.error(f"refused {kind}", f"prefill rank {printable(sender, 64)}: {printable(reason)}")
+        self._gate.refuse(descriptor)
+
     def _meet(self, hello: Hello) -> None:
-        if [layer.sizes for layer in hello.layers] != [layer.sizes for layer in self._layout.layers]:
-            logger.error("prefill rank %s has other layers than its digest says", hello.session)
-            return
-        try:
-            self._sources[hello.session] = Source(hello, self._engine.add_peer(hello.metadata))
-        except TransferError as error:
-            logger.error("prefill rank %s of %s: %s", hello.session, hello.engine_id, error)
+        reason = self._reads.meet(hello)
+        with self.lock:
+            if reason:
+                self.consumer.refuse(hello, reason)
+            else:
+                reason = self.consumer.admit(time.monotonic(), hello)
+        if reason:
+            self._refuse(hello.session.encode(), -1, "peer", reason)
+        if hello.session not in self.consumer.peers:
+            self._reads.leave(hello.session)
 
     def _carry_out(self) -> None:
-        """Does what the state machine wants done."""
-        with self.lock:
-            consumer = self.consumer
-            outbox, consumer.outbox = consumer.outbox, []
-            orders, consumer.orders = consumer.orders, []
-            cancelled, consumer.to_cancel = consumer.to_cancel, []
-            lost, consumer.lost_peers = consumer.lost_peers, []
-            if consumer.has_outcomes:
-                self._idle.tell()
-        for session, message in outbox:
-            send(self._router, [session.encode(), encode(message)])
-        for order in orders:
-            self._flights[order.number] = InFlight(order, deque(self._pieces(order)))
-        for number in cancelled:
-            self._cancel(number, "cancelled")
-        for session in lost:
-            source = self._sources.pop(session, None)
-            if source is not None:
-                self._engine.remove_peer(source.peer)
+        """Does what the state machine wants done, until it wants nothing more."""
+        while True:
+            with self.lock:
+                consumer = self.consumer
+                outbox, consumer.outbox = consumer.outbox, []
+                orders, consumer.orders = consumer.orders, []
+                cancelled, consumer.to_cancel = consumer.to_cancel, []
+                lost, consumer.lost_peers = consumer.lost_peers, []
+                hellos, consumer.to_meet = consumer.to_meet, []
+                if consumer.has_outcomes:
+                    self._idle.tell()
+            for session in lost:
+                self._reads.leave(session)
+            for order in orders:
+                self._reads.begin(order)
+            for number in cancelled:
+                self._reads.cancel(number, "cancelled")
+            for session, message in outbox:
+                self.attempt("an answer", self._send, session, message)
+            for hello in hellos:
+                self.attempt("a new peer", self._meet, hello)
+            if not hellos:
+                return
 
-    def _cancel(self, number: int, reason: str) -> None:
-        flight = self._flights.get(number)
-        if flight is not None:
-            flight.error = flight.error or reason
-            flight.pieces.clear()
-            if flight.handle is not None:
-                self._engine.cancel(flight.handle)
-
-    def _pieces(self, order: ReadOrder) -> list[Spans]:
-        source = self._sources.get(order.session)
-        if source is None:
-            return []
-        pairs = [np.array(p, dtype=np.int64).reshape(-1, 2) for p in (order.main, order.indexer)]
-        pieces: list[Spans] = []
-        batch: list[Spans] = []
-        size = 0
-        for number in order.layers:
-            ours, theirs = self._layout.layers[number], source.hello.layers[number]
-            for blocks, here, there in (
-                (pairs[0], ours.main, theirs.main),
-                (pairs[1], ours.indexer, theirs.indexer),
-            ):
-                for (local, local_step, nbytes), (remote, remote_step, _) in zip(here, there, strict=True):
-                    batch.append(
-                        block_spans(
-                            blocks[:, 0], local, local_step, blocks[:, 1], remote, remote_step, nbytes
-                        )
-                    )
-                    size += batch[-1].total_bytes
-            if size >= PIECE_BYTES:
-                pieces.append(Spans.concat(batch))
-                batch, size = [], 0
-        return [*pieces, Spans.concat(batch)] if batch else pieces
+    def _send(self, session: str, message: ToPrefill) -> None:
+        send(self._router, [session.encode(), encode(message)])
 
     def _poll_reads(self) -> bool:
         """Whether any order got on."""
-        moved = [self._advance(flight) for flight in self._flights.values()]
-        for flight in [flight for flight in self._flights.values() if flight.over]:
-            del self._flights[flight.order.number]
+        over, moved = self._reads.poll()
+        for number, error in over:
             with self.lock:
-                self.consumer.read_done(time.monotonic(), flight.order.number, flight.error)
+                self.attempt("the end of a read", self.consumer.read_done, time.monotonic(), number, error)
         self._carry_out()
-        return any(moved)
-
-    def _advance(self, flight: InFlight) -> bool:
-        """Whether the order got on. It is over once carried out, or failed with its memory quiet."""
-        if flight.handle is not None:
-            status = self._engine.poll(flight.handle)
-            if status is ReadStatus.PENDING:
-                if time.monotonic() >= flight.deadline and not flight.error:
-                    self._cancel(flight.order.number, f"a read took longer than {READ_S:g} s")
-                return False
-            if status is ReadStatus.FAILED:
-                flight.error = flight.error or flight.handle.reason
-            else:
-                self.bytes_read += flight.handle.nbytes
-            flight.handle = None
-        if not flight.error and flight.pieces:
-            self._start(flight)
-        flight.over = flight.handle is None
-        return True
-
-    def _start(self, flight: InFlight) -> None:
-        """Begins to read the next piece."""
-        source = self._sources.get(flight.order.session)
-        if source is None:
-            flight.error = "prefill is gone"
-            return
-        try:
-            flight.handle = self._engine.read(source.peer, flight.pieces.popleft())
-            flight.deadline = time.monotonic() + READ_S
-        except TransferError as error:
-            flight.error = str(error)
+        return moved
 
     def _close(self) -> None:
-        end = time.monotonic() + 1.0
-        for flight in self._flights.values():
-            self._cancel(flight.order.number, "shutdown")
-            if flight.handle is not None:
-                self._engine.wait(flight.handle, max(0.0, end - time.monotonic()))
+        self._reads.close(1.0)
+        self._gate.close()
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
         self._router.close(linger=0)
         self._engine.close()

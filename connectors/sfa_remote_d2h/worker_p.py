@@ -5,25 +5,33 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import zmq
 
-from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import TICK_S, Idle, IOThread, receive_all, send, tcp
+from vllm_kvoffload.connectors.sfa_remote_d2h.curve import ControlKey
+from vllm_kvoffload.connectors.sfa_remote_d2h.facts import digest_of
+from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import TICK_S, Idle, IOThread, receive, send, tcp
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
-from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import PrefillMetadata
-from vllm_kvoffload.connectors.sfa_remote_d2h.ports import tp_ratio
-from vllm_kvoffload.connectors.sfa_remote_d2h.producer import Producer
+from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import PrefillMetadata, PrefillStep, Target
+from vllm_kvoffload.connectors.sfa_remote_d2h.ports import TPMismatchError, is_host, tp_ratio
+from vllm_kvoffload.connectors.sfa_remote_d2h.producer import SILENT_S, Producer
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
+    MAX_FACTS,
+    MAX_FRAME_BYTES,
+    MAX_TP,
     Hello,
+    ToDecode,
+    VersionError,
     WireError,
     decode_to_prefill,
     encode,
+    printable,
 )
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import StatsChannel
 from vllm_kvoffload.runtime.base import Event
-from vllm_kvoffload.settings.remote_d2h import Limits
+from vllm_kvoffload.settings.remote_d2h import MAX_PORT, Limits
 from vllm_kvoffload.transfer import TransferEngine
 
 logger = get_logger(__name__)
@@ -37,7 +45,24 @@ WRITTEN_S = 30.0
 POLL_S = 0.001
 """Between looks at layers that the device still writes."""
 
+MESSAGES_A_ROUND = 128
+"""Messages taken from one endpoint before others get their turn."""
+
+QUEUE_LENGTH = 256
+"""Messages that libzmq keeps for a decode rank that can't be reached; what is beyond is lost."""
+
+MAX_ENDPOINTS = 512
+"""Decode ranks that connections are kept to. Those without transfers make room for new ones."""
+
+MAX_RECONNECT_MS = 1000
+HANDSHAKE_MS = 5000
+KEEPALIVE_S = 60
+
 Endpoint = tuple[str, int]
+
+
+class EndpointError(ValueError):
+    """An endpoint that can't be connected to."""
 
 
 class PrefillWorker(IOThread):
@@ -45,13 +70,15 @@ class PrefillWorker(IOThread):
 
     Args:
         engine: with nothing registered yet; it is closed at the end. channel: likewise.
+        facts: of model and layout, see `Layout.facts`.
+        control_key: 64 hex digits that decode has, too: control messages are encrypted.
     """
 
     def __init__(
         self,
         engine: TransferEngine,
         layout: Layout,
-        digest: str,
+        facts: Mapping[str, str],
         *,
         engine_id: str,
         tp_size: int,
@@ -59,6 +86,7 @@ class PrefillWorker(IOThread):
         limits: Limits,
         progress: bool = False,
         channel: StatsChannel | None = None,
+        control_key: str | None = None,
     ) -> None:
         super().__init__("kvoffload-prefill-io", channel)
         self._engine, self._layout = engine, layout
@@ -66,16 +94,19 @@ class PrefillWorker(IOThread):
         engine.register(layout.regions)
         hello = Hello(
             session=uuid.uuid4().hex,
-            engine_id=engine_id,
+            engine_id=printable(engine_id, 200),
             tp_size=tp_size,
             tp_rank=tp_rank,
-            digest=digest,
+            digest=digest_of(facts),
             num_blocks=layout.num_blocks,
             layers=layout.layers,
             metadata=engine.local_metadata(),
             lease_s=limits.lease_s,
             progress=progress,
+            facts=dict(list(facts.items())[:MAX_FACTS]),
         )
+        self._key = None if control_key is None else ControlKey(control_key)
+        self.frames_refused = 0
         self.producer: Producer[Endpoint] = Producer(hello, len(layout.layers))
         self._position = {layer.index: number for number, layer in enumerate(layout.layers)}
         self._step: list[str] = []
@@ -101,14 +132,35 @@ class PrefillWorker(IOThread):
         with self.lock:
             for req_id in metadata.held:
                 self.producer.engine_finished(req_id)
+            for item in metadata.declined:
+                self.attempt(
+                    "a refusal", self._decline, now, item.target, item.request, item.prompt, item.reason
+                )
             for step in metadata.steps:
-                if step.opens:
-                    rank = self._tp_rank // tp_ratio(self._tp_size, step.target.tp_size)
-                    endpoint = (step.target.host, step.target.port + rank)
-                    self.producer.open(now, step.req_id, step.request, endpoint, step.prompt, step.num_blocks)
-                self.producer.begin_chunk(step.req_id, step.start, step.blocks, step.final)
+                self.attempt("a request's step", self._begin_request, now, step)
             self._step = [step.req_id for step in metadata.steps]
         self.wake()
+
+    def _begin_request(self, now: float, step: PrefillStep) -> None:
+        target = step.target
+        if step.opens:
+            try:
+                rank = self._tp_rank // tp_ratio(self._tp_size, target.tp_size)
+            except TPMismatchError as error:
+                self._decline(now, target, step.request, step.prompt, str(error))
+                return
+            endpoint = (target.host, target.port + rank)
+            self.producer.open(
+                now, step.req_id, step.request, endpoint, step.prompt, step.num_blocks, target.secret
+            )
+        self.producer.begin_chunk(step.req_id, step.start, step.blocks, step.final)
+
+    def _decline(self, now: float, target: Target, request: str, prompt: bytes, reason: str) -> None:
+        """Tells all ranks of a decode engine that a request's KV will not come."""
+        if self._tp_rank == 0:
+            for rank in range(min(max(target.tp_size, 0), MAX_TP)):
+                endpoint = (target.host, target.port + rank)
+                self.producer.decline(now, endpoint, request, prompt, target.secret, reason)
 
     def layer_done(self, layer: int, written: Event | None = None) -> None:
         """A layer's KV, its indexer's too, is written, or will be when the device gets to an event."""
@@ -184,49 +236,127 @@ class PrefillWorker(IOThread):
 
     def _round(self, ready: set[zmq.Socket[bytes]], now: float) -> None:
         for socket in ready:
-            for frames in receive_all(socket):
-                self._receive(now, self._endpoints[socket], frames)
+            for _ in range(MESSAGES_A_ROUND):
+                frames = receive(socket)
+                if frames is None:
+                    break
+                self.attempt("a message", self._take, now, self._endpoints[socket], frames)
         with self.lock:
-            self._publish_written()
-            self.producer.tick(now)
+            self.attempt("publishing", self._publish_written)
+            self.attempt("a tick", self.producer.tick, now)
             outbox, self.producer.outbox = self.producer.outbox, []
             idle = self.producer.forget_idle(now, UNUSED_S)
+            silent = self.producer.silent(now)
             if self.producer.has_free:
                 self._idle.tell()
-        for endpoint, message in outbox:
-            send(self._socket(endpoint), [encode(message)])
+        self._send_all(outbox)
         for endpoint in idle:
             self._close_socket(endpoint)
+        for host, port in silent:
+            text = (
+                f"decode rank at {printable(host, 64)}:{port} has not answered for {SILENT_S:g} s: it is "
+                "down, was restarted since the request was sent, or has another control_key_file"
+            )
+            self.quiet.warning("silent", text)
         if self._on_news is not None:
-            self._on_news()
+            self.attempt("news", self._on_news)
 
     def _metrics(self) -> dict[str, int]:
         with self.lock:
-            return self.producer.metrics()
+            values = self.producer.metrics()
+        return {**values, "frames_refused": self.frames_refused, "control_errors": self.errors}
 
-    def _receive(self, now: float, endpoint: Endpoint, frames: list[bytes]) -> None:
+    def _send_all(self, outbox: list[tuple[Endpoint, ToDecode]]) -> None:
+        """Each endpoint by itself: one that can't be used costs its own transfers."""
+        failed: set[Endpoint] = set()
+        for endpoint, message in outbox:
+            if endpoint in failed:
+                continue
+            try:
+                send(self._socket(endpoint), [encode(message)])
+            except Exception as error:
+                failed.add(endpoint)
+                self.errors += not isinstance(error, (EndpointError, zmq.ZMQError))
+                with self.lock:
+                    self.producer.fail_endpoint(endpoint)
+                name = printable(f"{endpoint[0]}:{endpoint[1]}", 128)
+                text = f"decode rank at {name} can't be talked to, its transfers end: {printable(str(error))}"
+                self.quiet.error("endpoint", text)
+
+    def _take(self, now: float, endpoint: Endpoint, frames: list[zmq.Frame]) -> None:
+        if len(frames) == 1:
+            self._receive(now, endpoint, frames[0].bytes)
+        else:
+            self._refuse(endpoint, "parts", f"a message of {len(frames)} parts")
+
+    def _receive(self, now: float, endpoint: Endpoint, frame: bytes) -> None:
         try:
-            message = decode_to_prefill(frames[-1])
+            message = decode_to_prefill(frame)
+        except VersionError as error:
+            self._refuse(endpoint, "version", str(error))
+            with self.lock:
+                self.producer.refused(now, endpoint, str(error))
+            return
         except WireError as error:
-            logger.error("decode rank at %s:%d: %s", *endpoint, error)
+            self._refuse(endpoint, "frame", str(error))
             return
         with self.lock:
             self.producer.receive(now, endpoint, message)
             link = self.producer.links.get(endpoint)
             refused = link.refused if link is not None else ""
         if refused:
-            logger.error("decode rank at %s:%d refuses this engine: %s", *endpoint, refused)
+            text = f"decode rank at {endpoint[0]}:{endpoint[1]} refuses this engine: {printable(refused)}"
+            self.quiet.error("refused", text)
+
+    def _refuse(self, endpoint: Endpoint, kind: str, reason: str) -> None:
+        self.frames_refused += 1
+        self.quiet.error(kind, f"decode rank at {endpoint[0]}:{endpoint[1]}: {printable(reason)}")
 
     def _socket(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
+        """The connection to an endpoint. Raises EndpointError, ZMQError."""
         socket = self._sockets.get(endpoint)
         if socket is None:
+            host, port = endpoint
+            if not is_host(host) or not 1 <= port <= MAX_PORT:
+                raise EndpointError("this is no host and port")
+            self._make_room()
             socket = self._context.socket(zmq.DEALER)
-            # The same name after a reconnect, so that decode's answers find this rank again.
-            socket.setsockopt(zmq.IDENTITY, self.producer.hello.session.encode())
-            socket.connect(tcp(*endpoint))
+            try:
+                self._connect(socket, endpoint)
+            except Exception:
+                socket.close(linger=0)
+                raise
             self._sockets[endpoint], self._endpoints[socket] = socket, endpoint
             self._poller.register(socket, zmq.POLLIN)
         return socket
+
+    def _connect(self, socket: zmq.Socket[bytes], endpoint: Endpoint) -> None:
+        for option, value in (
+            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
+            (zmq.SNDHWM, QUEUE_LENGTH),
+            (zmq.RCVHWM, QUEUE_LENGTH),
+            (zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS),
+            (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S),
+        ):
+            socket.setsockopt(option, value)
+        # The same name after a reconnect, so that decode's answers find this rank again.
+        socket.setsockopt(zmq.IDENTITY, self.producer.hello.session.encode())
+        if self._key is not None:
+            self._key.connect(socket)
+        socket.connect(tcp(*endpoint))
+
+    def _make_room(self) -> None:
+        """Raises EndpointError: every connection is needed."""
+        if len(self._sockets) < MAX_ENDPOINTS:
+            return
+        with self.lock:
+            idle = self.producer.forget_idle(time.monotonic(), 0.0)
+        for endpoint in idle:
+            self._close_socket(endpoint)
+        if len(self._sockets) >= MAX_ENDPOINTS:
+            raise EndpointError(f"there are connections to {MAX_ENDPOINTS} others, all in use")
 
     def _close_socket(self, endpoint: Endpoint) -> None:
         socket = self._sockets.pop(endpoint, None)

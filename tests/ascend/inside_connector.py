@@ -147,9 +147,11 @@ def test_register_save_and_load(machine: FakeOffload, quantised: bool) -> None:
 def transfer(prefill: Any, decode: Any, port: int, source: list[int], target: list[int]) -> None:
     """One request, through the hooks in vLLM's order."""
     digest, context = prompt_digest([1]), SimpleNamespace(attn_metadata=object())
-    decode.bind_connector_metadata(DecodeMetadata([Receive("r", "r", digest, tuple(target), 0)]))
+    decode.bind_connector_metadata(DecodeMetadata([Receive("r", "r", digest, tuple(target), 0)], secret="ab"))
     decode.start_load_kv(context)
-    step = PrefillStep("r", "r", Target(HOST, port, 1), digest, len(source), True, 0, tuple(source), True)
+    step = PrefillStep(
+        "r", "r", Target(HOST, port, 1, "ab"), digest, len(source), True, 0, tuple(source), True
+    )
     prefill.bind_connector_metadata(PrefillMetadata([step]))
     prefill.start_load_kv(context)
     torch.npu.busy = True

@@ -345,11 +345,11 @@ def hand_over(engine: PrefillEngine) -> tuple[Outputs, dict[str, Any]]:
     params = {
         "do_remote_prefill": False, "do_remote_decode": True, "remote_engine_id": "decode",
         "remote_host": HOST, "remote_port": port, "remote_tp_size": 1, "remote_pcp_size": 1,
-        "remote_dcp_size": 1, "remote_cached_tokens": 0,
+        "remote_dcp_size": 1, "remote_cached_tokens": 0, "remote_secret": "ab",
     }  # fmt: skip
     table = make_step({"a": (0, len(tokens))})["blocks"][0].tolist()[: -(-len(tokens) // BLOCK)]
     receive = Receive("a", "a", prompt_digest(tokens), tuple(table), 0)
-    decode.bind_connector_metadata(DecodeMetadata([receive]))
+    decode.bind_connector_metadata(DecodeMetadata([receive], secret="ab"))
     decode.start_load_kv(SimpleNamespace(attn_metadata=object()))
     engine.add("a", tokens, params=params)
     outputs = [engine.step({"a": 40}), engine.step({"a": 23})]

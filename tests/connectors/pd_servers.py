@@ -182,6 +182,12 @@ def wait_free(server: Server, deadline_s: float) -> float:
     return wait_for(lambda: not any(metric(server, name) for name in names), deadline_s, "blocks are held")
 
 
+def reset(server: Server, external: bool = True) -> bool:
+    """What `/reset_prefix_cache` says."""
+    url = f"http://{HOST}:{server.port}/reset_prefix_cache?reset_external={str(external).lower()}"
+    return httpx.post(url, timeout=30).json()["success"]
+
+
 def kill(server: Server, sig: int = signal.SIGKILL) -> None:
     """To the server and everything that it started."""
     for process in session_and_descendants(server.pid):
@@ -268,7 +274,8 @@ class Fleet:
         command += [*self._arguments, *engine.arguments]
         self._starts += 1
         # One thread each: several engines share few cores with the tests.
-        with patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **engine.environment}):
+        fixed = {"OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1"}  # the latter for /reset_prefix_cache
+        with patch.dict(os.environ, {**fixed, **engine.environment}):
             return Server(command, self._folder / f"{role}-{number}-{self._starts}.log", port)
 
     def stop(self) -> None:

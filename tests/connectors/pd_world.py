@@ -7,10 +7,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Consumer
+from vllm_kvoffload.connectors.sfa_remote_d2h.facts import digest_of
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Outcome, Phase, ReadOrder, Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.producer import Producer
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     Hello,
+    ToDecode,
     decode_to_decode,
     decode_to_prefill,
     encode,
@@ -21,8 +23,10 @@ from vllm_kvoffload.settings.remote_d2h import Limits
 
 LAYERS = 2
 POISON = ("poison",)
+WORKERS = {"frames_refused", "control_errors"}
 LIMITS = Limits(lease_s=10.0, request_s=200.0)
 POOL = 40
+FACTS = {"dtype": "bfloat16", "block_size": "16"}
 
 
 @dataclass
@@ -41,6 +45,7 @@ class Job:
     complete: bool = False
     held: bool = False
     freed: int = 0
+    secret: str = ""
 
 
 @dataclass
@@ -69,6 +74,7 @@ class World:
         self.network: list[tuple[str, int, int, bytes]] = []  # direction, prefill rank, decode rank, frame
         self.completed: list[str] = []
         self.failed: dict[str, str] = {}
+        self.unreadable = 0  # peers that decode will fail to meet
         self.start_prefill_engine()
         self.start_decode_engine()
 
@@ -87,12 +93,14 @@ class World:
                     f"engine{self.starts}",
                     self.prefill_tp,
                     rank,
-                    "digest",
+                    digest_of(FACTS),
                     POOL,
                     (),
                     b"",
                     LIMITS.lease_s,
                     self.shared,
+                    "",
+                    FACTS,
                 ),
                 LAYERS,
             )
@@ -107,9 +115,12 @@ class World:
         self.indexer: dict[tuple[int, int, int], tuple] = {}
         self.reads: list[tuple[int, ReadOrder]] = []
         self.consumers = [
-            Consumer(f"d{self.starts}.{rank}", "digest", LAYERS, self.decode_tp, rank, LIMITS)
+            Consumer(f"d{self.starts}.{rank}", FACTS, LAYERS, self.decode_tp, rank, LIMITS)
             for rank in range(self.decode_tp)
         ]
+        self.secret = f"secret{self.starts}"
+        for consumer in self.consumers:
+            consumer.use_secret(self.secret)
         self.told = [0] * self.decode_tp  # requests that each rank reported
 
     def pump(self) -> None:
@@ -119,6 +130,7 @@ class World:
                 self.network.append(("d", rank, endpoint, encode(message)))
             producer.outbox.clear()
         for rank, consumer in enumerate(self.consumers):
+            self.meet(consumer)
             for session, message in consumer.outbox:
                 if session in self.sessions:
                     self.network.append(("p", self.sessions.index(session), rank, encode(message)))
@@ -132,6 +144,17 @@ class World:
         self.collect_freed()
         self.check_counts()
 
+    def meet(self, consumer: Consumer) -> None:
+        """What the worker does: a peer is one whose memory can be read."""
+        hellos, consumer.to_meet = consumer.to_meet, []
+        for hello in hellos:
+            assert hello.secret == self.secret, "a stranger's memory is parsed"
+            if self.unreadable:
+                self.unreadable -= 1
+                consumer.refuse(hello, "decode can't read prefill's memory")
+            else:
+                consumer.admit(self.now, hello)
+
     def check_counts(self) -> None:
         """Nothing is counted twice, or not at all."""
         for consumer, told in zip(self.consumers, self.told, strict=True):
@@ -139,11 +162,11 @@ class World:
             assert counts.started == counts.done + counts.failed.total() + live
             assert counts.done + counts.failed.total() == told
             values = consumer.metrics()
-            assert values.keys() | {"pulled_bytes"} == DECODE.index.keys()
+            assert values.keys() | WORKERS | {"pulled_bytes", "strangers_closed"} == DECODE.index.keys()
             assert sum(values[f"receives.{phase.value}"] for phase in Phase) == live
         for producer in self.producers:
             values = producer.metrics()
-            assert values.keys() == PREFILL.index.keys()
+            assert values.keys() | WORKERS == PREFILL.index.keys()
             closed = sum(value for key, value in values.items() if key.startswith("transfers_closed."))
             assert values["transfers_opened"] == closed + values["open_transfers"]
 
@@ -161,6 +184,7 @@ class World:
         wanted.outcomes[rank] = outcome
         self.told[rank] += 1
         assert outcome.failed_blocks == (tuple(wanted.blocks[wanted.first :]) if outcome.reason else ())
+        assert (outcome.failure is None) == (not outcome.reason)
         if len(wanted.outcomes) < self.decode_tp:
             return
         reasons = [o.reason for o in wanted.outcomes.values() if o.reason]
@@ -225,7 +249,7 @@ class World:
             0,
             wanted.first,
         )
-        job.num_blocks = len(wanted.blocks)
+        job.num_blocks, job.secret = len(wanted.blocks), self.secret
         self.jobs.setdefault(job.req_id, job)
 
     def step(self, job: Job, count: int) -> None:
@@ -248,7 +272,9 @@ class World:
         prompt, start = prompt_digest([job.prompt]), max(begin, job.first)
         for rank, producer in enumerate(self.producers):
             if not job.open:
-                producer.open(self.now, job.req_id, job.request, rank // self.ratio, prompt, job.num_blocks)
+                producer.open(
+                    self.now, job.req_id, job.request, rank // self.ratio, prompt, job.num_blocks, job.secret
+                )
             producer.begin_chunk(job.req_id, start, job.blocks[start:end], end == job.num_blocks)
         job.open = True
 
@@ -331,6 +357,11 @@ class World:
             self.producers[prefill].receive(self.now, decode, decode_to_prefill(frame))
         self.pump()
 
+    def stranger(self, message: ToDecode, rank: int = 0) -> None:
+        """A message of an engine that is none of ours."""
+        self.consumers[rank].receive(self.now, decode_to_decode(encode(message)))
+        self.pump()
+
     def advance(self, seconds: float) -> None:
         self.now += seconds
         for machine in (*self.producers, *self.consumers):
@@ -362,6 +393,8 @@ class World:
         for consumer in self.consumers:
             assert not consumer.live
             assert not consumer._early
+            assert not consumer._declines
+            assert not consumer.to_meet
             assert not consumer._held
             assert not consumer._named
         for producer in self.producers:

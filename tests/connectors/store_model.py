@@ -429,8 +429,9 @@ class Engine:
         """What can be read under a block's hash is that block."""
         service = self.owner._service
         pool, first = service.memory, self.ranks[0]
+        generation = self.scheduler.connector._scheduler._generation
         for block_hash, values in self.contents.items():
-            stored = service._index._ready.get(self.key_space.key(block_hash))
+            stored = service._index._ready.get(self.key_space.key(block_hash, generation))
             if stored is None:
                 continue
             raw = pool[stored.offset : stored.offset + first.object_bytes].view(np.int64)

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from meta_server import meta_server
 from pd_servers import (
+    HOST,
+    LEASE_S,
     Answer,
     Engine,
     Fleet,
@@ -24,6 +28,7 @@ from pd_servers import (
     kill,
     metric,
     post,
+    reset,
     wait_for,
     wait_free,
 )
@@ -273,6 +278,62 @@ def test_a_request_that_nobody_prefills_fails_alone(servers):
     assert servers.orphan(completion(prompt(100, seed=9), 4)).status == 500
     assert time.monotonic() - begin < 20
     wait_free(servers.decode[0], 10)
+
+
+HOSTILE = {
+    "no metaserver": {"do_remote_prefill": True},
+    "no address": {"do_remote_prefill": True, "metaserver": "http://[::1"},
+    "another host": {"do_remote_prefill": True, "metaserver": "http://169.254.169.254/"},
+    "a list": {"do_remote_prefill": True, "metaserver": ["http://127.0.0.1/"]},
+    "no flag": {"do_remote_prefill": "yes", "metaserver": "http://127.0.0.1/"},
+}
+
+
+def test_hostile_parameters_cost_one_request_each(servers):
+    """On decode an error at once, on prefill an answer; both engines go on, and nothing is held."""
+    decode, prefill = servers.decode[0], servers.prefill[0]
+    body = completion(prompt(100, seed=40), 4)
+    for params in HOSTILE.values():
+        begin = time.monotonic()
+        assert post(decode.port, {**body, "kv_transfer_params": params}).status == 500
+        assert time.monotonic() - begin < LEASE_S
+    for host in ("*", "169.254.169.254", "decode_1:20150/x y", "a..b", 5):
+        params = {"do_remote_decode": True, "remote_host": host, "remote_port": 20050, "remote_tp_size": 1}
+        params["remote_cached_tokens"] = 0
+        assert post(prefill.port, {**body, "kv_transfer_params": params}).status == 200
+    for engine in (decode, prefill):
+        wait_free(engine, 10)
+    servers.check(completion(prompt(120, seed=41)))
+
+
+def test_the_proxy_hears_why_a_request_failed(servers):
+    with meta_server() as told:
+        told.status = 404
+        params = {"do_remote_prefill": True, "metaserver": told.url, "failures": f"{told.url}/failed"}
+        body = {**completion(prompt(100, seed=42), 4), "kv_transfer_params": params}
+        assert post(servers.decode[0].port, body, {"X-Request-Id": "abc"}).status == 500
+        wait_for(lambda: len(told.bodies) == 2, 10, "no notice")
+        rendezvous, notice = told.bodies
+    assert rendezvous["request_id"] == notice["request_id"] == "cmpl-abc-0"
+    assert len(rendezvous["remote_secret"]) == 32
+    assert len(rendezvous["remote_layout"]) == 64
+    assert (notice["failure"], notice["error"]) == ("rendezvous", "the metaserver answered 404")
+
+
+def test_a_reset_succeeds_within_a_lease(servers):
+    """Of an engine that has nothing else to do, and not while decode may read what was computed before it."""
+    body = completion(prompt(300, seed=43), 4)
+    servers.check(body)
+    for engine in (servers.prefill[0], servers.decode[0]):
+        wait_for(lambda: reset(engine), LEASE_S, "no reset")  # noqa: B023
+    assert servers.ask(body).cached_tokens == 0
+    with socket.socket() as nobody:
+        nobody.bind((HOST, 0))
+        params = {"do_remote_decode": True, "remote_host": HOST, "remote_port": nobody.getsockname()[1]}
+        params |= {"remote_tp_size": 1, "remote_cached_tokens": 0}
+        post(servers.prefill[0].port, {**body, "max_tokens": 1, "kv_transfer_params": params})
+        assert not reset(servers.prefill[0])
+        wait_for(lambda: reset(servers.prefill[0]), LEASE_S + 3, "no reset")
 
 
 def wait_for_rendezvous(servers: Fleet, count: float) -> None:

@@ -12,10 +12,22 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from pd_world import LIMITS, World
+from msgspec.structs import replace
+from pd_world import FACTS, LIMITS, World
 
+from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import EARLY_KEPT, Consumer
+from vllm_kvoffload.connectors.sfa_remote_d2h.facts import digest_of
+from vllm_kvoffload.connectors.sfa_remote_d2h.introductions import DECLINES_KEPT, Declines
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Phase
-from vllm_kvoffload.connectors.sfa_remote_d2h.producer import REFUSED_S
+from vllm_kvoffload.connectors.sfa_remote_d2h.producer import HELLO_RETRY_S, REFUSED_S
+from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
+    Chunk,
+    Declined,
+    Hello,
+    NeedHello,
+    Publish,
+    prompt_digest,
+)
 from vllm_kvoffload.metrics.fields import RECEIVE_PHASES, ReceiveFailure, TransferEnd
 
 TPS = [(1, 1), (2, 1), (2, 2), (4, 2)]
@@ -111,6 +123,37 @@ class Faults(RuleBasedStateMachine):
     def disturb_prefill(self, data, again):
         job = self.world.jobs[self.pick(data, sorted(self.world.jobs))]
         (self.world.preempt if again else self.world.abort_prefill)(job)
+
+    @rule(chance=st.integers(0, 3))
+    def peers_that_cannot_be_read(self, chance):
+        self.world.unreadable = int(chance == 0)
+
+    @precondition(lambda self: self.world.wanted)
+    @rule(data=st.data(), mine=st.booleans(), hello=st.booleans(), rank=st.integers(0, 3))
+    def stranger(self, data, mine, hello, rank):
+        """With another secret: nothing changes. With the right one it is a prefill that decode refused."""
+        world = self.world
+        wanted = world.wanted[self.pick(data, sorted(world.wanted))]
+        rank %= world.decode_tp
+        secret, before = world.secret if mine else "guessed", world.consumers[rank].live
+        if hello:
+            world.stranger(replace(world.producers[0].hello, session="x", digest="x", secret=secret), rank)
+            assert "x" not in world.consumers[rank].peers
+        else:
+            prompt = prompt_digest([wanted.prompt])
+            world.stranger(Declined("x", secret, wanted.request, prompt, "another dtype", "x"), rank)
+        if not mine:
+            assert world.consumers[rank].live == before
+
+    @rule(secret=st.sampled_from(["", "guessed", "secret1"]), rank=st.integers(0, 3))
+    def request_of_another(self, secret, rank):
+        """A request to prefill that names decode's address, and no secret of this start."""
+        world = self.world
+        rank %= world.prefill_tp
+        producer = world.producers[rank]
+        producer.open(world.now, "other", "other", rank // world.ratio, b"o" * 16, 1, secret)
+        producer.drop("other", "aborted")
+        world.pump()
 
     @rule(chance=st.integers(0, 5), prefill=st.booleans())
     def restart(self, chance, prefill):
@@ -326,25 +369,173 @@ def test_a_restarted_decode_is_served():
         world.start_decode_engine()
 
 
-def test_prefill_of_another_model_is_refused():
-    world = World(1, 1)
-    producer = world.producers[0]
-    producer.hello = type(producer.hello)(
-        *[getattr(producer.hello, f) if f != "digest" else "other" for f in producer.hello.__struct_fields__]
-    )
-    world.submit(world.wanted[world.request(3, 0)])
+def other_model(world, **facts):
+    """Prefill has other facts than decode."""
+    for producer in world.producers:
+        theirs = {**FACTS, **facts}
+        producer.hello = replace(producer.hello, digest=digest_of(theirs), facts=theirs)
+
+
+@pytest.mark.parametrize("tps", TPS)
+def test_prefill_of_another_model_is_refused(tps):
+    world = World(*tps)
+    other_model(world, dtype="float16")
+    req_id = world.request(3, 0)
+    world.submit(world.wanted[req_id])
     for job in list(world.jobs.values()):
         world.step(job, 9)
     world.settle(1.0)
-    assert "differ in model" in producer.links[0].refused
-    assert not producer.open_requests
-    assert ends(world) == {TransferEnd.REFUSED: 1}
+    reason = "prefill and decode differ in dtype (prefill float16, decode bfloat16)"
+    assert all(producer.links[rank // world.ratio].refused == reason
+               for rank, producer in enumerate(world.producers))  # fmt: skip
+    assert world.failed == {req_id: reason}, "at once, not at a deadline"
+    for rank in range(world.prefill_tp):
+        assert ends(world, rank) == {TransferEnd.REFUSED: 1}
+    assert failures(world) == {ReceiveFailure.MISMATCH: 1}
+    again = world.request(3, 0)
+    world.submit(world.wanted[again])
+    for job in [job for job in world.jobs.values() if not job.open]:
+        world.step(job, 9)
+    world.settle(1.0)
+    assert world.failed[again] == reason, "also while prefill does not ask again"
     world.start_decode_engine()
-    world.consumers[0]._digest = "other"
+    other_model(world)
     world.settle(REFUSED_S, work=True)
     world.submit(world.wanted[world.request(3, 0)])
     world.settle(5.0, work=True)
     assert len(world.completed) == 1, "decode was replaced by one that fits"
+
+
+def test_a_mismatch_names_the_layout_of_prefill(monkeypatch):
+    world, told, outcome = World(1, 1), [], World.outcome
+    monkeypatch.setattr(World, "outcome", lambda *args: (told.append(args[2]), outcome(*args)))
+    other_model(world, block_size="32")
+    world.submit(world.wanted[world.request(3, 0)])
+    world.settle(2.0, work=True)
+    layouts = [(end.failure, end.prefill_layout) for end in told]
+    assert layouts == [(ReceiveFailure.MISMATCH, world.producers[0].hello.digest)]
+
+
+def test_a_refusal_may_come_before_the_request():
+    world = World(1, 1)
+    prompt = prompt_digest([world.requests + 1])
+    world.stranger(Declined("x", world.secret, "early", prompt, "no", "d"))
+    world.stranger(Declined("x", "guessed", "later", prompt_digest([2]), "no", "d"))
+    early, later = world.request(2, 0, "early"), world.request(2, 0, "later")
+    assert world.failed == {early: "no"}
+    assert later in world.wanted
+    world.stranger(Declined("x", world.secret, "early", prompt, "of another rank", "d"))
+    assert not world.consumers[0]._declines, "what is said after the end is not kept for the next"
+
+
+def test_refusals_of_unknown_requests_are_bounded():
+    declines = Declines(10.0)
+    for number in range(DECLINES_KEPT + 10):
+        declines.keep(0.0, Declined("x", "s", f"r{number}", b"p" * 16, "no"))
+    assert len(declines) == DECLINES_KEPT
+    declines.forget_old(10.0)
+    assert not len(declines)
+
+
+def test_a_peer_that_cannot_be_read_is_none():
+    """A refusal with a reason, at once; when its memory can be read later, it is a peer."""
+    world = World(1, 1)
+    world.unreadable = 99
+    req_id = world.request(3, 0)
+    world.submit(world.wanted[req_id])
+    world.settle(1.0, work=True)
+    assert world.failed == {req_id: "decode can't read prefill's memory"}
+    assert not world.consumers[0].peers
+    world.unreadable = 0
+    world.settle(REFUSED_S)
+    world.submit(world.wanted[world.request(3, 0)])
+    world.settle(5.0, work=True)
+    assert len(world.completed) == 1
+
+
+def test_a_known_session_with_other_memory_is_refused():
+    world = World(1, 1)
+    world.submit(world.wanted[world.request(3, 0)])
+    world.settle(5.0, work=True)
+    (known,) = world.consumers[0].peers.values()
+    world.stranger(replace(known.hello, metadata=b"other", secret=world.secret))
+    assert world.consumers[0].peers[known.hello.session] is known
+    assert not world.consumers[0].to_meet
+    said = [message for _, _, _, message in world.network]
+    assert len(said) == 1
+    assert b"other memory" in said[0]
+
+
+def test_without_a_secret_decode_says_nothing():
+    consumer = Consumer("d", FACTS, 2, 1, 0, LIMITS)
+    hello = Hello("p", "e", 1, 0, digest_of(FACTS), 9, (), b"", 1.0, False, "", FACTS)
+    assert consumer.receive(0.0, hello)
+    assert not consumer.receive(0.0, Publish("p", 1, "r", b"p" * 16, 1, 0, (), False))
+    assert not consumer.outbox
+    assert not consumer.to_meet
+    consumer.use_secret("s")
+    consumer.use_secret("")
+    assert consumer.receive(0.0, replace(hello, secret="t")), "an empty secret is none"
+    assert not consumer.outbox
+    consumer.receive(0.0, Publish("p", 1, "r", b"p" * 16, 1, 0, (), False))
+    assert consumer.outbox == [("p", NeedHello("d", "p"))]
+
+
+def test_requests_of_an_earlier_start_do_not_keep_decode_from_being_found():
+    """Prefill has a queue: a request of the start before comes after one of this one, whose Hello is lost."""
+    world = World(1, 1)
+    world.request(3, 0)
+    (old,) = world.wanted.values()
+    world.submit(old)
+    world.start_decode_engine()
+    world.submit(world.wanted[world.request(3, 0)])
+    first, second = world.jobs.values()
+    world.step(second, 1)
+    world.step(first, 1)
+    world.network.clear()
+    world.settle(4 * HELLO_RETRY_S)
+    assert world.consumers[0].peers
+    world.settle(20.0, work=True)
+    assert len(world.completed) == 1
+
+
+BAD_CHUNKS = {
+    "beyond the prompt": (Chunk(2, (1, 2), 1),),
+    "beyond the cache": (Chunk(0, (40,), 1),),
+    "a block twice": (Chunk(0, (1, 1), 1),),
+    "a block twice, in two chunks": (Chunk(0, (1,), 1), Chunk(1, (1,), 1)),
+    "overlapping": (Chunk(0, (1, 2), 1), Chunk(1, (3,), 1)),
+    "more layers than there are": (Chunk(0, (1,), 3),),
+    "after the last": (Chunk(0, (), 1), Chunk(0, (1,), 1)),
+}
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("chunks", BAD_CHUNKS.values(), ids=BAD_CHUNKS)
+def test_chunks_that_cannot_be_end_their_own_request_only(chunks, known):
+    world = World(1, 1)
+    good = world.request(3, 0)
+    world.submit(world.wanted[good])
+    (job,) = world.jobs.values()
+    world.step(job, 1)
+    world.settle(1.0)
+    bad = world.request(3, 0, "bad") if known else ""
+    prompt = prompt_digest([world.requests])
+    world.stranger(Publish(world.sessions[0], 99, "bad", prompt, 3, 0, chunks, False))
+    world.settle(30.0, work=True)
+    assert world.completed == [good]
+    assert list(world.failed) == ([bad] if known else [])
+    world.check_nothing_left()
+
+
+def test_a_session_cannot_fill_decode_with_transfers_of_unknown_requests():
+    world = World(1, 1)
+    world.submit(world.wanted[world.request(3, 0)])
+    world.settle(5.0, work=True)
+    for number in range(EARLY_KEPT + 50):
+        chunk = Chunk(0, (1,), 1)
+        world.stranger(Publish(world.sessions[0], 1000 + number, "x", b"p" * 16, 1, 0, (chunk,), False))
+    assert len(world.consumers[0]._early) == EARLY_KEPT
 
 
 def test_a_failed_rendezvous_ends_the_request_at_once():

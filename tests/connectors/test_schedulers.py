@@ -9,11 +9,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import ReceiveReport
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure
 from vllm_kvoffload.connectors.sfa_remote_d2h.scheduler import DecodeScheduler, PrefillScheduler
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
 from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.layerwise.buffer_plan import CacheLayer, plan_buffers
 from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.hosts import HostList
 from vllm_kvoffload.settings.offload import EngineFacts, SparseOffloadConfig
 from vllm_kvoffload.settings.remote_d2h import parse_remote_d2h
 from vllm_kvoffload.settings.store import parse_ascend_store
@@ -31,6 +34,7 @@ class Request:
     request_id: str
     prompt_token_ids: list[int]
     kv_transfer_params: dict | None = None
+    num_computed_tokens: int = 0
 
     @property
     def num_prompt_tokens(self):
@@ -78,14 +82,19 @@ def decode():
         "kv_consumer", 20050, {"transfer_backend": "nixl", "metaserver_hosts": ["proxy"]}, "cpu"
     )
     made = DecodeScheduler(config, BLOCK, {"remote_host": "10.0.0.2"})
-    made.posted = []
+    made.posted, made.told = [], []
     made._rendezvous.post = lambda *args: made.posted.append(args)
+    made._rendezvous.notify = lambda *args: made.told.append(args) or True
     yield made
     made.close()
 
 
-def remote_prefill(url="http://proxy:9000/v1/metaserver"):
-    return {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": url}
+METASERVER = "http://proxy:9000/v1/metaserver/token"
+FAILED = f"{METASERVER}/failed"
+
+
+def remote_prefill(url=METASERVER, **more):
+    return {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": url, **more}
 
 
 def test_decode_asks_for_all_but_what_it_has(decode):
@@ -96,12 +105,31 @@ def test_decode_asks_for_all_but_what_it_has(decode):
     assert (receive.blocks, receive.first, receive.request) == ((7, 8, 9), 1, "cmpl-a-0")
     assert receive.prompt == prompt_digest(range(10))
     ((req_id, url, body),) = decode.posted
-    assert (req_id, url) == (asked.request_id, "http://proxy:9000/v1/metaserver")
+    assert (req_id, url) == (asked.request_id, METASERVER)
     assert body == {
         "request_id": "cmpl-a-0", "do_remote_prefill": False, "do_remote_decode": True,
-        "remote_host": "10.0.0.2", "remote_cached_tokens": 4,
+        "remote_host": "10.0.0.2", "remote_secret": decode.secret, "remote_cached_tokens": 4,
     }  # fmt: skip
-    assert not decode.metadata().receives
+    made = decode.metadata()
+    assert not made.receives
+    assert (made.secret, len(made.secret)) == (decode.secret, 32)
+
+
+def test_the_rendezvous_names_the_layout_once_it_is_known(decode):
+    decode.use_layout("abc")
+    decode.allocated(request(params=remote_prefill()), Blocks([7, 8, 9]), 10)
+    assert decode.posted[0][2]["remote_layout"] == "abc"
+
+
+def test_children_that_share_their_parameters_are_all_received(decode):
+    """An engine in the caller's process gives all children of a request one dict."""
+    params = remote_prefill()
+    for name in ("cmpl-a-0", "cmpl-a-1"):
+        asked = request(name, params=params)
+        assert decode.matched_tokens(asked, 0) == (10, True)
+        decode.allocated(asked, Blocks([7, 8, 9]), 10)
+    assert len(decode.posted) == 2
+    assert params == remote_prefill()
 
 
 def test_decode_asks_once_only(decode):
@@ -122,19 +150,110 @@ def test_decode_leaves_other_requests_alone(decode):
     assert not decode.metadata().receives
 
 
-def test_a_foreign_metaserver_fails_the_request(decode):
-    asked = request(params=remote_prefill("http://169.254.169.254/latest"))
-    decode.allocated(asked, Blocks([7, 8, 9]), 10)
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        (
+            remote_prefill("http://169.254.169.254/latest"),
+            "169.254.169.254 is not in kv_connector_extra_config",
+        ),
+        (remote_prefill("http://[::1"), "is no http address"),
+        (remote_prefill(None), "without a metaserver"),
+        ({"do_remote_prefill": True}, "without a metaserver"),
+        ({"do_remote_prefill": 1}, "do_remote_prefill=1: it must be true or false"),
+        ("do_remote_prefill", "not an object"),
+    ],
+)
+def test_what_cannot_be_received_is_refused_at_once(decode, params, reason):
+    """As a request whose KV did not come: its blocks are never attended to."""
+    asked = request(params=params)
+    assert decode.matched_tokens(asked, 4) == (6, True)
+    decode.allocated(asked, Blocks([7, 8, 9]), 6)
     made = decode.metadata()
     assert not decode.posted
-    assert [(req_id, "not in metaserver_hosts" in error) for req_id, error in made.answered] == [
-        (asked.request_id, True)
-    ]
+    ((req_id, error),) = made.answered
+    assert (req_id, reason in error) == (asked.request_id, True), error
+    (receive,) = made.receives
+    assert (receive.req_id, receive.wanted) == (asked.request_id, (8, 9))
+    assert decode.matched_tokens(asked, 0) == (0, False)
+
+
+def test_a_request_that_prefill_finds_by_itself_is_not_announced(decode):
+    asked = request(params={"do_remote_prefill": True, "do_virtual": True})
+    decode.allocated(asked, Blocks([7, 8, 9]), 10)
+    made = decode.metadata()
+    assert (len(made.receives), made.answered, decode.posted) == (1, [], [])
+
+
+def test_a_prompt_of_embeddings_is_refused(decode, prefill):
+    asked = request(params=remote_prefill())
+    asked.prompt_embeds = object()
+    decode.allocated(asked, Blocks([7, 8, 9]), 10)
+    ((_, error),) = decode.metadata().answered
+    assert "token ids alone" in error
+    served = request(params=dict(REMOTE))
+    served.prompt_embeds = object()
+    prefill.allocated(served)
+    made = run(prefill, served.request_id, [5, 6, 7], 0, 10, new=True)
+    assert not made.steps
+    (declined,) = made.declined
+    assert (declined.request, declined.target.port) == ("cmpl-a-0", 20050)
+
+
+MISMATCH = Failure("prefill has another dtype", "mismatch", "abcd")
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["before", "after"])
+def test_the_proxy_is_told_why_a_request_failed(decode, ended):
+    """Once, although each rank says so; with the policy `fail` the engine is done with it before."""
+    asked = request(params=remote_prefill(failures=FAILED))
+    decode.allocated(asked, Blocks([7, 8, 9]), 10)
+    assert not decode.reset()
+    if ended:
+        decode.finished(asked.request_id)
+    for _ in range(2):
+        decode.failed({asked.request_id: MISMATCH, "unknown": MISMATCH})
+    ((url, body),) = decode.told
+    assert url == FAILED
+    assert body == {
+        "request_id": "cmpl-a-0", "error": "prefill has another dtype", "failure": "mismatch",
+        "prefill_layout": "abcd",
+    }  # fmt: skip
+    decode.reported([asked.request_id])
+    assert decode.reset()
+
+
+def test_what_nobody_wants_to_hear_is_not_told(decode):
+    aborted, silent, foreign = (request(f"cmpl-{n}-0") for n in range(3))
+    aborted.kv_transfer_params = remote_prefill(failures=FAILED)
+    silent.kv_transfer_params = remote_prefill()
+    foreign.kv_transfer_params = remote_prefill(failures="http://169.254.169.254/failed")
+    for asked in (aborted, silent, foreign):
+        decode.allocated(asked, Blocks([7, 8, 9]), 10)
+    decode.failed({aborted.request_id: Failure("aborted", "aborted"), silent.request_id: MISMATCH})
+    decode.failed({foreign.request_id: MISMATCH})
+    assert not decode.told
+
+
+def test_a_refusal_is_told(decode):
+    asked = request(params=remote_prefill("ftp://proxy/", failures=FAILED))
+    decode.allocated(asked, Blocks([7, 8, 9]), 10)
+    decode.failed({asked.request_id: Failure("again, by the workers", "rendezvous")})
+    ((_, body),) = decode.told
+    assert (body["failure"], "no http address" in body["error"]) == ("rendezvous", True)
+
+
+def test_ranks_report_together():
+    """A rank that says what does not fit says more than one that was only told to stop."""
+    gave_up = Failure("prefill gave up", "prefill")
+    reports = [ReceiveReport({"a": gave_up, "b": gave_up}), ReceiveReport({"a": MISMATCH, "c": gave_up})]
+    for one, other in (reports, reports[::-1]):
+        assert one.aggregate(other).failures == {"a": MISMATCH, "b": gave_up, "c": gave_up}
 
 
 @pytest.fixture
 def prefill():
-    return PrefillScheduler(BLOCK, tp_size=2)
+    return PrefillScheduler(BLOCK, 2, HostList.parse("decode_hosts", ["10.0.0.0/24"]))
 
 
 def run(scheduler, req_id, blocks, computed, tokens, *, new=False, **more):
@@ -225,19 +344,58 @@ def test_several_prompts_in_one_call(prefill):
     assert not run(prefill, stranger.request_id, [1, 2, 3], 0, 10, new=True).steps
 
 
+TOLD = {"remote_cached_tokens", "remote_dcp_size", "remote_tp_size"}
+"""What is wrong where decode is known all the same, so that it hears of it."""
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         {"remote_host": None}, {"remote_port": "20050"}, {"remote_port": 0}, {"remote_tp_size": 3},
         {"remote_tp_size": 4}, {"remote_dcp_size": 2}, {"remote_cached_tokens": None},
-        {"remote_cached_tokens": -4},
+        {"remote_cached_tokens": -4}, {"remote_cached_tokens": 11}, {"remote_port": True},
+        {"remote_host": "*"}, {"remote_host": "10.0.1.2"}, {"remote_host": "decode_1:20150/x y"},
+        {"remote_host": "10.0.0.2:1"}, {"remote_port": 65536}, {"remote_secret": "x"},
+        {"remote_secret": "a" * 65}, {"do_remote_decode": "false"}, {"batch_kv_transfer_params": []},
     ],
 )  # fmt: skip
 def test_a_senseless_rendezvous_does_not_reach_the_worker(prefill, wrong):
     served = request(params={**REMOTE, **wrong})
-    prefill.allocated(served)
-    assert not run(prefill, served.request_id, [5, 6, 7], 0, 10, new=True).steps
+    for _ in range(2):  # the second time after a preemption
+        prefill.allocated(served)
+    made = run(prefill, served.request_id, [5, 6, 7], 0, 10, new=True)
+    assert not made.steps
+    told = ["cmpl-a-0"] if TOLD & set(wrong) else []
+    assert [declined.request for declined in made.declined] == told
     assert not prefill.finished(served.request_id)
+
+
+def test_the_secret_goes_to_the_worker_and_into_no_log(prefill):
+    served = request(params={**REMOTE, "remote_secret": "ab12"})
+    prefill.allocated(served)
+    (step,) = run(prefill, served.request_id, [5, 6, 7], 0, 10, new=True).steps
+    assert step.target.secret == "ab12"
+    assert "ab12" not in repr(step)
+
+
+def test_a_reset_waits_for_what_decode_may_read(prefill):
+    """KV that was computed before it, of requests that run or are kept; a preempted one begins anew."""
+    running, served = request("cmpl-b-0", params=dict(REMOTE)), request(params=dict(REMOTE))
+    assert prefill.reset()
+    prefill.allocated(served)
+    run(prefill, served.request_id, [5, 6, 7], 0, 10, new=True)
+    assert prefill.finished(served.request_id)
+    assert not prefill.reset()
+    prefill.reported({served.request_id})
+    assert prefill.reset()
+    prefill.allocated(running)
+    run(prefill, running.request_id, [1, 2], 0, 7, new=True)
+    running.num_computed_tokens = 7
+    assert not prefill.reset()
+    running.num_computed_tokens = 0
+    assert prefill.reset()
+    made = prefill.metadata(Output())
+    assert made.dropped == [(running.request_id, True)]
 
 
 def test_drafts_are_not_computed_tokens(prefill):

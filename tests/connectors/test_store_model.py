@@ -8,10 +8,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import store_model
 from store_model import BLOCK, Engine, Faults
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_kvoffload.connectors.ascend_store.lost_steps import LostStepScheduler
+from vllm_kvoffload.connectors.ascend_store.scheduler import StoreScheduler
 from vllm_kvoffload.connectors.ascend_store.worker import StoreWorker
 from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
 from vllm_kvoffload.layerwise import pipeline
@@ -204,3 +206,68 @@ def test_what_could_not_be_stored_costs_nobody_whose_kv_is_on_the_device(engine)
         made.step()
     assert made.wrong == []
     assert {made.clients[name].finish for name in "ab"} == {"length"}
+
+
+RANKS = {"shared": 2, "independent": (0,), "drafts": 2, "ranks": 2}
+
+
+def _hits(engine) -> int:
+    return engine.scheduler.connector._scheduler.stats.hit_tokens
+
+
+@pytest.mark.parametrize("running", ["", "goes on", "is preempted"])
+@pytest.mark.parametrize("case", [ALL, {**ALL, "drafts": 2, "ranks": 2}, SHARED, RANKS], ids=str)
+def test_after_a_reset_nothing_stored_before_is_found(engine, monkeypatch, case, running):
+    """Nor what a request stores afterwards that began before: its KV may be of both weights."""
+    made = engine(**case)
+    _store_first(made)
+    long = [*COMMON, *range(20, 44)]
+    if running:
+        made.add("long", long, 6)
+        made.step()
+        assert _hits(made) == 8
+    else:  # else what is expected of the running one would change, too
+        plain = store_model.row
+        monkeypatch.setattr(store_model, "row", lambda layer, value: plain(layer, value) ^ 0x5A5A)
+        made.contents.clear()
+    found = made.scheduler.reset_prefix_cache(running == "is preempted", reset_connector=True)
+    assert found is (running != "goes on")  # vLLM's own part: blocks that are in use stay
+    before = _hits(made)
+    made.add("again", [*COMMON, 9, 10, 11, 12], 3)
+    made.drain()
+    if running != "is preempted":  # it begins anew, and stores anew
+        assert _hits(made) == before
+    before = _hits(made)
+    assert made.scheduler.reset_prefix_cache()
+    made.add("long again", [*long, 45], 3)
+    made.step()
+    assert _hits(made) - before == (32 if running == "is preempted" else len(COMMON))
+    made.drain()
+    assert made.wrong == []
+    assert {client.finish for client in made.clients.values()} == {"length"}
+
+
+@pytest.mark.parametrize("where", ["metadata", "loads", "saves"])
+@pytest.mark.parametrize("case", [ALL, SHARED, RANKS], ids=str)
+def test_a_request_that_the_connector_can_do_nothing_with(engine, monkeypatch, case, where):
+    """It is not stored, and ends with an error where its KV is nowhere else. Its neighbours see nothing."""
+    kinds = {"metadata": (StoreScheduler, "_step"), "loads": (StoreWorker, "_plan_loads")}
+    kind, name = kinds.get(where, (StoreWorker, "_plan_saves"))
+    plain = getattr(kind, name)
+
+    def planted(self, of, *arguments):
+        name = of.request.request_id if where == "metadata" else of.step.req_id
+        if name == "bad":
+            raise TypeError("planted")
+        return plain(self, of, *arguments)
+
+    monkeypatch.setattr(kind, name, planted)
+    made = engine(policy="fail", budget=40, **case)
+    _store_first(made)
+    made.add("bad", [*COMMON, *range(20, 33)], 4)
+    made.add("good", [*range(1, 12)], 4)
+    made.drain()
+    assert made.wrong == []
+    assert made.clients["good"].finish == "length"
+    fits = case is ALL and where == "saves"
+    assert made.clients["bad"].finish == ("length" if fits else "error")

@@ -91,3 +91,32 @@ def test_what_is_wrong_on_one_rank_is_wrong(monkeypatch):
 
     monkeypatch.setattr(connector.torch.distributed, "all_gather_object", gather)
     assert _agree_over_ranks({}) == {"r": ("load", True), "s": ("save", False)}
+
+
+@pytest.mark.parametrize(
+    ("said", "done"),
+    [((True, True), True), ((True, False), False), ((False, True), False), ((None, True), False), ((), True)],
+)
+def test_a_reset_is_one_of_all_parts(said, done):
+    """Also of those behind one that fails; a part that knows no reset was not reset."""
+    asked = []
+
+    def part(answer):
+        return SimpleNamespace(reset_cache=lambda: asked.append(answer) or answer)
+
+    assert joined_for_reset([part(answer) for answer in said]).reset_cache() is done
+    assert asked == list(said)
+
+
+def test_a_part_that_cannot_be_reset_ends_nothing():
+    def broken():
+        raise RuntimeError("no")
+
+    parts = [SimpleNamespace(reset_cache=broken), SimpleNamespace(reset_cache=lambda: True)]
+    assert joined_for_reset(parts).reset_cache() is False
+
+
+def joined_for_reset(parts) -> KVOffloadMultiConnector:
+    made = KVOffloadMultiConnector.__new__(KVOffloadMultiConnector)
+    made._connectors = parts
+    return made

@@ -9,7 +9,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from test_schedulers import Output
+
 from vllm_kvoffload.connectors.ascend_store.metadata import StoreMetadata, StoreStep
+from vllm_kvoffload.connectors.ascend_store.scheduler import StoreScheduler
 from vllm_kvoffload.connectors.ascend_store.worker import StoreWorker
 from vllm_kvoffload.store import KeySpace, ReadObject, WriteObject, WriteRefusal
 
@@ -59,9 +62,10 @@ class Pipeline:
         self.lost, self.wrong, self.given_up = {}, set(), []
         self.requests = step.requests
 
-    def fail(self, number, reason):
+    def fail(self, number, reason, wrong=True):
         self.lost[self.requests[number]] = reason
-        self.wrong.add(self.requests[number])
+        if wrong:
+            self.wrong.add(self.requests[number])
 
     def give_up(self, requests, _reason):
         self.given_up += requests
@@ -85,7 +89,7 @@ def world():
         blocks = tuple(range(done, -(-end // BLOCK)))
         hashes = HASHES[computed // BLOCK : end // BLOCK]
         worker.begin_step(
-            StoreMetadata([StoreStep(name, first, blocks, hashes, computed, 0, 0, end, end, False)])
+            StoreMetadata([StoreStep(name, name, first, blocks, hashes, computed, 0, 0, end, end, False)])
         )
         worker.end_step()
         return worker.pipeline.lost
@@ -140,3 +144,90 @@ def test_a_snapshot_of_other_drafts_is_not_taken_for_this_one(world):
     assert world.step("r", 0, 100) == {}
     (new,) = world.store.readable - before
     assert ".partial." in new
+
+
+def test_a_name_that_is_used_again_at_once(world):
+    """vLLM tells of the end of the first one in the step in which the second one begins."""
+    assert world.step("r", 0, 100) == {}
+    world.step("r", 0, 100)
+    world.worker.release({"r"})
+    assert world.step("r", 100, 150) == {}
+    world.worker.release({"r"})
+    assert world.worker.num_pins == 0
+
+
+class Odd:
+    """A request as none should be: what is not given raises."""
+
+    def __init__(self, **given):
+        plain = {
+            "request_id": "r", "block_hashes": list(HASHES), "num_tokens": 100, "num_prompt_tokens": 100,
+            "num_output_tokens": 0, "max_tokens": 5, "skip_reading_prefix_cache": False,
+        }  # fmt: skip
+        self.__dict__.update({k: v for k, v in {**plain, **given}.items() if v is not ...})
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        ({}, True),
+        ({"max_tokens": None}, True),
+        ({"max_tokens": 0}, True),
+        ({"max_tokens": 1 << 80}, True),
+        ({"block_hashes": []}, True),
+        ({"block_hashes": HASHES[:1]}, True),
+        ({"request_id": "\ud800\n\0" * 999}, True),
+        ({"block_hashes": None}, False),
+        ({"block_hashes": ...}, False),
+        ({"block_hashes": [None] * 8}, False),
+        ({"max_tokens": "5"}, False),
+        ({"num_output_tokens": ...}, False),
+    ],
+    ids=range(12),
+)
+@pytest.mark.parametrize("keeps_all", [True, False])
+def test_whatever_a_request_is_like_no_hook_raises(world, given, stored, keeps_all):
+    request = Odd(**given)
+    name = request.request_id
+    store = SimpleNamespace(lookup=len)
+    scheduler = StoreScheduler(store, world.keys, BLOCK, mtp=True, keeps_all=keeps_all)
+    for _ in range(2):  # before and after a preemption
+        assert 0 <= scheduler.matched_tokens(request, 0) < 100
+        scheduler.allocated(request, 0)
+        output = Output([(name, [1, 2], 0)], [], {name: 100})
+        (step,) = scheduler.metadata(output).steps
+        assert bool(step.refused) != stored
+        world.worker.begin_step(StoreMetadata([step]))
+        world.worker.end_step()
+        assert bool(world.worker.pipeline.lost) != stored
+        output = Output([], [(name, [], 100)], {name: 1})
+        (step,) = scheduler.metadata(output).steps
+        assert (bool(step.refused), step.begins) == (not stored, False)
+    scheduler.finished(name)
+    scheduler.finished(name)
+    assert not scheduler._tracked
+    world.worker.begin_step(StoreMetadata())
+    world.worker.end_step()
+    world.worker.release({name})
+    assert world.worker.num_pins == 0
+
+
+@pytest.mark.parametrize("hashed", [b"", b"x" * 65, None])
+@pytest.mark.parametrize("computed", [0, 64])
+def test_a_hash_that_makes_no_key_costs_its_request_only(world, hashed, computed):
+    hashes = {0: (hashed, hashed), 64: (hashed,)}[computed]
+    bad = StoreStep("bad", "bad", True, (0, 1), hashes, computed, computed, 0, 128, 128, False)
+    good = StoreStep("good", "good", True, (2, 3), HASHES[:2], 0, 0, 0, 128, 128, False)
+    world.worker.begin_step(StoreMetadata([bad, good]))
+    world.worker.end_step()
+    assert set(world.worker.pipeline.lost) == {"bad"}
+    assert {world.keys.key(one) for one in HASHES[:2]} <= world.store.readable
+
+
+def test_a_store_that_raises_anything_is_one_without_the_objects(world, monkeypatch):
+    assert world.step("r", 0, 100) == {}
+    for name in ("open_read", "open_write", "finish_write"):
+        monkeypatch.setattr(world.store, name, lambda *_: 1 / 0)
+    world.step("r", 100, 150)
+    world.step("s", 0, 100)
+    assert "not in the store" in world.step("s", 100, 150)["s"]

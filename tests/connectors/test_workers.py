@@ -2,186 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import socket
 import threading
 import time
 from dataclasses import replace
 
 import pytest
 import torch
+from pd_bench import BLOCKS, FACTS, HOST, LIMITS, Bench, Memmove, metadata
 
-from vllm_kvoffload.connectors.sfa_remote_d2h import io_thread, worker_d
+from vllm_kvoffload.connectors.sfa_remote_d2h import io_thread, reads, worker_d
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
-from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Receive
-from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_d import DecodeWorker
-from vllm_kvoffload.metrics import DECODE, PREFILL, StatsChannel, find_stats
+from vllm_kvoffload.metrics import find_stats
 from vllm_kvoffload.settings.errors import ConfigError
-from vllm_kvoffload.settings.remote_d2h import Limits
-from vllm_kvoffload.transfer import PeerHandle, ReadHandle, TransferEngine
-from vllm_kvoffload.transfer.base import prepare
-from vllm_kvoffload.transfer.spans import RegionTable
-
-metadata = pytest.importorskip("vllm_kvoffload.connectors.sfa_remote_d2h.metadata", reason="needs vLLM")
-PrefillWorker = pytest.importorskip("vllm_kvoffload.connectors.sfa_remote_d2h.worker_p").PrefillWorker
-
-BLOCKS, LAYERS, WIDTH = 12, 3, 8
-LIMITS = Limits(lease_s=1.0, request_s=8.0)
-HOST = "127.0.0.1"
-
-
-class Memmove(TransferEngine):
-    """Reads by memmove; `broken` reads fail, and none ends while `gate` is cleared."""
-
-    name = "memmove"
-    tables: dict[bytes, RegionTable] = {}  # noqa: RUF012
-
-    def __init__(self):
-        self.gate = threading.Event()
-        self.gate.set()
-        self.broken = 0
-        self.closed = False
-
-    def register(self, regions):
-        self.regions = RegionTable(regions)
-        self.tables[self.local_metadata()] = self.regions
-
-    def local_metadata(self):
-        return str(id(self)).encode()
-
-    def add_peer(self, metadata):
-        return PeerHandle(metadata.decode())
-
-    def remove_peer(self, peer):
-        pass
-
-    def read(self, peer, spans):
-        handle = ReadHandle(spans.total_bytes)
-        handle.spans = prepare(spans, self.regions, self.tables[peer.name.encode()])
-        return handle
-
-    def poll(self, handle):
-        if not self.gate.is_set():
-            return handle.status
-        if self.broken or handle.cancelled:
-            self.broken = max(0, self.broken - 1)
-            handle.finish("broken")
-            return handle.status
-        for local, remote, nbytes in zip(
-            handle.spans.local, handle.spans.remote, handle.spans.nbytes, strict=True
-        ):
-            ctypes.memmove(int(local), int(remote), int(nbytes))
-        handle.finish()
-        return handle.status
-
-    def cancel(self, handle):
-        handle.cancelled = True
-
-    def close(self):
-        self.closed = True
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
-
-
-def make_caches(fill):
-    made = {}
-    for layer in range(LAYERS):
-        made[f"model.layers.{layer}.attn"] = fill((BLOCKS, 4, WIDTH))
-        if layer != 1:
-            made[f"model.layers.{layer}.indexer.k_cache"] = fill((BLOCKS, 4, 2))
-    return made
-
-
-class Bench:
-    """A prefill rank and a decode rank."""
-
-    def __init__(self):
-        torch.manual_seed(0)
-        self.port = free_port()
-        self.instance = f"test-{os.getpid()}-{self.port}"
-        self.theirs, self.ours = make_caches(torch.rand), make_caches(torch.zeros)
-        self.decode_engine = Memmove()
-        self.decode = self.start_decode()
-        self.prefill = PrefillWorker(
-            Memmove(), Layout.of(self.theirs, BLOCKS), "d", engine_id="p", tp_size=1, tp_rank=0,
-            limits=LIMITS, channel=StatsChannel(PREFILL, self.instance, 0, 0),
-        )  # fmt: skip
-        self.prefill.start()
-        self.done: dict[str, set[int]] = {}
-
-    def start_decode(self, digest="d", limits=LIMITS):
-        made = DecodeWorker(
-            self.decode_engine, Layout.of(self.ours, BLOCKS), digest,
-            host=HOST, port=self.port, tp_size=1, tp_rank=0, limits=limits,
-            channel=StatsChannel(DECODE, self.instance, 0, 0),
-        )  # fmt: skip
-        made.start()
-        return made
-
-    def expect(self, req_id, blocks, first=0):
-        order = Receive(req_id, req_id, prompt_digest([1]), tuple(blocks), first)
-        self.decode.begin_step(metadata.DecodeMetadata([order]))
-
-    def compute(self, req_id, chunks, num_blocks, whole=True):
-        """Prefill computes these chunks; `whole`: and is through with the request then."""
-        start = 0
-        for number, blocks in enumerate(chunks):
-            final = whole and number == len(chunks) - 1
-            step = metadata.PrefillStep(
-                req_id, req_id, metadata.Target(HOST, self.port, 1), prompt_digest([1]), num_blocks,
-                number == 0, start, tuple(blocks), final,
-            )  # fmt: skip
-            self.prefill.begin_step(metadata.PrefillMetadata([step]))
-            for layer in range(LAYERS):
-                self.prefill.layer_done(layer)
-            self.prefill.end_step()
-            start += len(blocks)
-        if whole:
-            self.prefill.begin_step(metadata.PrefillMetadata(held=[req_id]))
-
-    def wait(self, req_id, seconds=10.0):
-        end = time.monotonic() + seconds
-        while req_id not in self.done:
-            assert time.monotonic() < end, self.decode.consumer.live
-            results = self.decode.finish_step(set())
-            self.done.update(dict.fromkeys(results.done, results.failed_blocks))
-            time.sleep(0.01)
-        return self.done[req_id]
-
-    def wait_freed(self, seconds=10.0):
-        begin, freed = time.monotonic(), set()
-        while not freed:
-            assert time.monotonic() - begin < seconds
-            freed = self.prefill.take_free()
-            time.sleep(0.01)
-        return freed, time.monotonic() - begin
-
-    def metrics(self):
-        """The published values of both ranks, other than 0."""
-        found = {stats.part: stats.values for stats in find_stats(os.getpid(), self.instance)}
-        return {
-            part: {key: value for key, value in values.items() if value} for part, values in found.items()
-        }
-
-    def wait_metrics(self, part, **expected):
-        end = time.monotonic() + 5
-        while not expected.items() <= self.metrics()[part].items():
-            assert time.monotonic() < end, self.metrics()
-            time.sleep(0.02)
-
-    def check(self, ours, theirs):
-        for name, cache in self.ours.items():
-            assert torch.equal(cache[ours], self.theirs[name][theirs]), name
-
-    def close(self):
-        self.prefill.stop()
-        self.decode.stop()
 
 
 @pytest.fixture
@@ -274,7 +109,7 @@ def test_both_sides_publish_metrics(bench):
 
 def test_reads_follow_each_other_without_a_wait(bench, monkeypatch):
     monkeypatch.setattr(worker_d, "BUSY_S", 30.0)
-    monkeypatch.setattr(worker_d, "PIECE_BYTES", 1)
+    monkeypatch.setattr(reads, "PIECE_BYTES", 1)
     bench.expect("r", [9, 8, 7, 2, 1])
     bench.compute("r", [[0, 1, 2], [5, 4]], 5)
     assert bench.wait("r") == set()
@@ -356,7 +191,7 @@ def test_an_abort_waits_for_the_read(bench):
     bench.expect("r", [3, 4])
     bench.compute("r", [[0, 1]], 2)
     end = time.monotonic() + 5
-    while not bench.decode._flights:
+    while not bench.decode._reads:
         assert time.monotonic() < end
         time.sleep(0.01)
     assert not bench.decode.finish_step({"r"}).done
@@ -391,14 +226,19 @@ def test_decode_restarts(bench):
     bench.check([5, 6], [2, 3])
 
 
-def test_prefill_of_another_layout_is_refused(bench):
+def test_prefill_of_another_layout_is_refused(bench, caplog):
     bench.decode.stop()
     bench.decode_engine = Memmove()
-    bench.decode = bench.start_decode(digest="other", limits=replace(LIMITS, request_s=2.0))
+    bench.decode = bench.start_decode({"dtype": "float16"}, replace(LIMITS, request_s=60.0))
     bench.expect("r", [3, 4])
     bench.compute("r", [[0, 1]], 2)
     assert bench.wait_freed(3.0)[0] == {"r"}
     assert bench.wait("r", 12) == {3, 4}
+    reason = "prefill and decode differ in dtype (prefill float32, decode float16)"
+    layout = bench.prefill.producer.hello.digest
+    assert bench.failures == {"r": Failure(reason, "mismatch", layout)}
+    assert any(reason in record.message and "prefill rank" in record.message for record in caplog.records)
+    assert any(reason in record.message and "decode rank" in record.message for record in caplog.records)
 
 
 def test_an_aborted_prefill_ends_the_request(bench):
@@ -427,13 +267,13 @@ def test_rubbish_on_the_control_port_does_no_harm(bench):
 def test_a_taken_port_is_named(bench):
     with pytest.raises(ConfigError, match=f"kv_port={bench.port}"):
         DecodeWorker(
-            Memmove(), Layout.of(bench.ours, BLOCKS), "d",
+            Memmove(), Layout.of(bench.ours, BLOCKS), FACTS,
             host=HOST, port=bench.port, tp_size=1, tp_rank=0, limits=LIMITS,
         )  # fmt: skip
 
 
 def test_a_thread_that_runs_late_says_so(bench, monkeypatch):
-    """Else nobody could tell why leases ended."""
+    """Else no log tells why leases ended."""
     said = []
     monkeypatch.setattr(io_thread, "LATE_S", 0.2)
     monkeypatch.setattr(io_thread.logger, "warning", lambda text, *values: said.append(text % values))

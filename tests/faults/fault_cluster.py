@@ -24,8 +24,17 @@ from fault_hop import HOST as HOP_HOST
 from fault_hop import Hop
 from fault_relay import Relay
 
+from vllm_kvoffload.demo.client import read_metrics
 from vllm_kvoffload.demo.processes import session_and_descendants
-from vllm_kvoffload.demo.server import HOST, Server, ServerError, ServerOptions, command_line, free_port
+from vllm_kvoffload.demo.server import (
+    HOST,
+    Server,
+    ServerError,
+    ServerOptions,
+    command_line,
+    free_port,
+    free_ports,
+)
 
 LEASE_S = 3.0
 REQUEST_S = 25.0
@@ -40,6 +49,9 @@ BLOCKS = 80
 BLOCK_TOKENS = 64
 CHUNK_TOKENS = 256
 NAMES = ("prefill", "decode", "proxy")
+SECOND = "second"
+"""Another prefill server, for a while."""
+ADMIN_TOKEN = "faults"
 
 
 @dataclass(frozen=True)
@@ -47,12 +59,13 @@ class Kind:
     """How a process is started, if not as the matrix has it.
 
     patch: Python that it runs first. transfer: of an engine, makes another `--kv-transfer-config` of the one
-    it would have. environment: more variables.
+    it would have. environment, flags: more of them.
     """
 
     patch: str = ""
     transfer: Callable[[dict[str, Any]], dict[str, Any]] = dict
     environment: Mapping[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
 
 
 PLAIN = Kind()
@@ -76,9 +89,9 @@ def proxy_port() -> int:
             return port
 
 
-def metrics(port: int) -> dict[str, float]:
+def metrics(port: int, timeout_s: float = 30.0) -> dict[str, float]:
     """Sums of all samples of each series."""
-    connection = http.client.HTTPConnection(HOST, port, timeout=30)
+    connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
     try:
         connection.request("GET", "/metrics", headers={"Connection": "close"})
         lines = connection.getresponse().read().decode().splitlines()
@@ -132,9 +145,10 @@ class Cluster:
 
     def __init__(self, checkpoint: Path, folder: Path) -> None:
         self._checkpoint, self._folder = checkpoint, folder
-        self.ports = {"prefill": free_port(), "decode": free_port(), "proxy": proxy_port()}
-        self._kv_port = free_port()
-        self.relay = Relay(self._kv_port)
+        ports = free_ports(4)
+        self.ports = dict(zip(("prefill", "decode", SECOND), ports, strict=False), proxy=proxy_port())
+        self.kv_port = ports[3]
+        self.relay = Relay(self.kv_port)
         self.hop = Hop(self.ports["proxy"], self.relay.port)
         self.servers: dict[str, Server] = {}
         self.baseline: dict[str, Census] = {}
@@ -151,6 +165,8 @@ class Cluster:
     def __enter__(self) -> Cluster:
         os.environ["VLLM_HOST_IP"] = HOST
         os.environ["OMP_NUM_THREADS"] = "1"  # two engines share few cores with the tests
+        os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # /reset_prefix_cache
+        os.environ["KVOFFLOAD_PROXY_ADMIN_TOKEN"] = ADMIN_TOKEN
         self.relay.start()
         self._stack.callback(self.relay.stop)
         self._stack.enter_context(self.hop.serve())
@@ -215,9 +231,9 @@ class Cluster:
             max_num_batched_tokens=CHUNK_TOKENS,
         )
         role = "kv_consumer" if decode else "kv_producer"
-        transfer = kind.transfer(transfer_config(role, self._kv_port))
+        transfer = kind.transfer(transfer_config(role, self.kv_port))
         more = ["--kv-transfer-config", json.dumps(transfer)]
-        return [*command_line(options), *more, "--num-gpu-blocks-override", str(BLOCKS)]
+        return [*command_line(options), *more, "--num-gpu-blocks-override", str(BLOCKS), *kind.flags]
 
     def _proxy(self) -> list[str]:
         flags = {
@@ -233,6 +249,51 @@ class Cluster:
         }
         command = [sys.executable, "-m", "vllm_kvoffload.cli.main", "proxy"]
         return command + [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+
+    @contextmanager
+    def second_prefill(self, kind: Kind = PLAIN) -> Iterator[None]:
+        """Another prefill server joins for a while."""
+        baseline = dict(self.baseline)
+        self.baseline.clear()  # the others have connections to it, and may keep a thread
+        self._kinds[SECOND] = kind
+        try:
+            self.start(SECOND)
+            self.servers[SECOND].wait_ready(READY_S)
+            self.admin("add", SECOND)
+            yield
+        finally:
+            self.admin("remove", SECOND)
+            self.signal(SECOND, signal.SIGCONT)
+            self.servers.pop(SECOND).stop(5)
+            del self._kinds[SECOND]
+            self.baseline = baseline
+
+    def admin(self, action: str, name: str) -> None:
+        """`add`, `drain` or `remove` of a prefill server, at the proxy."""
+        body = {"role": "prefill", "host": HOST, "port": self.ports[name]}
+        headers = {"Authorization": f"Bearer {ADMIN_TOKEN}", "Content-Type": "application/json"}
+        connection = http.client.HTTPConnection(HOST, self.ports["proxy"], timeout=30)
+        try:
+            connection.request("POST", f"/admin/instances/{action}", json.dumps(body), headers)
+            assert connection.getresponse().status == 200, f"the proxy did not {action} {name}"
+        finally:
+            connection.close()
+
+    def reset(self, name: str) -> bool:
+        """What an engine says to vLLM's own call that empties its prefix cache, and what is behind it."""
+        connection = http.client.HTTPConnection(HOST, self.ports[name], timeout=30)
+        try:
+            connection.request("POST", "/reset_prefix_cache?reset_external=true")
+            answer = connection.getresponse()
+            assert answer.status == 200, f"reset of {name}: {answer.status} {answer.read()[:300]!r}"
+            return bool(json.loads(answer.read())["success"])
+        finally:
+            connection.close()
+
+    def failures(self, reason: str) -> float:
+        """Requests that decode failed to receive for that reason, so far."""
+        samples = read_metrics(self.ports["decode"], 30.0).get("vllm:kvoffload_receives_failed_total", ())
+        return sum(sample.value for sample in samples if sample.labels.get("reason") == reason)
 
     def signal(self, name: str, number: int) -> None:
         """To every process of a server."""
@@ -304,7 +365,7 @@ class Cluster:
 
     def busy(self) -> str:
         """What still holds something, "" for nothing."""
-        for name in NAMES[:2]:
+        for name in (name for name in self.servers if name != "proxy"):
             found = metrics(self.ports[name])
             for series in ("vllm:num_requests_running", "vllm:num_requests_waiting", *HELD):
                 if found.get(series):

@@ -19,6 +19,8 @@ from typing import Any
 HOST = "127.0.0.2"
 PROXY = "127.0.0.1"
 FORWARD_S = 120.0
+FAILED = "/failed"
+"""Notices of failed requests, which are passed on as they are."""
 
 
 @dataclass(eq=False)
@@ -49,6 +51,8 @@ class Hop:
 
     def __init__(self, port: int, relay_port: int) -> None:
         self._port, self._relay_port = port, relay_port
+        self.secret = ""
+        """Of decode's start, as the last rendezvous told it."""
         self._next: deque[Plan] = deque()
         self._plans: dict[str, Plan] = {}
         self._lock = threading.Lock()
@@ -59,6 +63,12 @@ class Hop:
         with self._lock:
             self._next.append(made)
         return made
+
+    @property
+    def planned(self) -> int:
+        """Plans that wait for their request."""
+        with self._lock:
+            return len(self._next)
 
     def release_all(self) -> None:
         """Nothing is held, and nothing planned, any more."""
@@ -104,21 +114,26 @@ class Hop:
 
     def answer(self, message: dict[str, Any], path: str) -> int:
         """Status of a post, 0 for none."""
+        if path.endswith(FAILED):
+            return self._pass_on(message, path)
+        self.secret = message.get("remote_secret", "")
         plan = self._plan_of(message["request_id"])
         plan.arrived.set()
         plan.go.wait(FORWARD_S)
         if plan.status is not None:
             return plan.status
+        status = self._pass_on({**message, "remote_port": self._relay_port, **plan.changes}, path)
+        return 0 if plan.lose_answer and plan.posts == 1 else status
+
+    def _pass_on(self, message: dict[str, Any], path: str) -> int:
         connection = http.client.HTTPConnection(PROXY, self._port, timeout=FORWARD_S)
-        sent = {**message, "remote_port": self._relay_port, **plan.changes}
         try:
-            connection.request("POST", path, json.dumps(sent), {"Content-Type": "application/json"})
-            status = connection.getresponse().status
+            connection.request("POST", path, json.dumps(message), {"Content-Type": "application/json"})
+            return connection.getresponse().status
         except (OSError, http.client.HTTPException):
             return 0
         finally:
             connection.close()
-        return 0 if plan.lose_answer and plan.posts == 1 else status
 
     def _plan_of(self, request_id: str) -> Plan:
         with self._lock:

@@ -10,6 +10,7 @@ import signal
 import time
 
 import pytest
+from fault_client import Client
 from fault_cluster import LEASE_S, metrics
 from fault_relay import ACTIONS
 from fault_report import PHASES
@@ -166,6 +167,24 @@ def test_clients_that_go_away(store):
         for client in (finishes, streams):
             client.abort()
         assert kept.join(DEADLINE_S)
+
+
+@ANY_POLICY
+def test_reset(store):
+    """vLLM's own call empties the store, too; while requests run it may say no, and hurts none of them."""
+    cluster = store.cluster
+    with Scene(cluster, f"joint: reset ({store.policy})", PHASES) as scene:
+        first = scene.add(BEFORE, cluster.client(700)).start()
+        assert first.join(DEADLINE_S)
+        wait_for(lambda: cluster.reset("prefill"), "prefill refuses", LEASE_S)
+        before = store.hit_tokens()
+        again = Client(cluster.ports["prefill"], first.prompt, first.max_tokens)
+        assert scene.add(BEFORE, again).start().join(DEADLINE_S)
+        assert store.hit_tokens() == before, "the store still has the prefix"
+        scene.all_phases(lambda: cluster.reset("prefill"), "decode")
+        for _ in range(5):
+            cluster.reset("prefill")
+            time.sleep(0.2)
 
 
 @FULL

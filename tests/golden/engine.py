@@ -34,7 +34,8 @@ class Job:
 
     arrival: engine step before which it is added. abort_after: output tokens after which the client goes
     away; 0 means right after the first engine step that could have worked on it. prompt_logprobs: vLLM
-    reads no prefix cache for a request that wants them.
+    reads no prefix cache for a request that wants them. seed: None takes the most likely
+    token every time, else one of the 100 most likely.
     """
 
     prompt: tuple[int, ...]
@@ -42,6 +43,7 @@ class Job:
     arrival: int = 0
     abort_after: int | None = None
     prompt_logprobs: bool = True
+    seed: int | None = None
 
 
 @dataclass
@@ -198,7 +200,9 @@ class EngineUnderTest:
         from vllm import SamplingParams
 
         params = SamplingParams(
-            temperature=0,
+            temperature=0 if job.seed is None else 1.0,
+            seed=job.seed,
+            top_k=0 if job.seed is None else 100,
             max_tokens=job.max_tokens,
             logprobs=0,
             prompt_logprobs=0 if job.prompt_logprobs else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine import Job
@@ -101,6 +101,16 @@ def _late() -> tuple[Job, ...]:
     return tuple(Job(ids, max_tokens=8, arrival=arrival, prompt_logprobs=False) for ids, arrival in twins)
 
 
+def _seeded() -> tuple[Job, ...]:
+    # Two with one seed, one that decodes while they prefill, and one without a seed among them.
+    jobs = _preempted()
+    return (
+        *(replace(job, seed=7, prompt_logprobs=False) for job in (jobs[2], jobs[2], jobs[0], jobs[5])),
+        replace(jobs[1], seed=8, prompt_logprobs=False),
+        Job(prompt(300, 13), max_tokens=20, prompt_logprobs=False),
+    )
+
+
 def _full() -> tuple[Job, ...]:
     # As long as a request can get. At its end no drafts are made, for nobody.
     return (Job(prompt(2020, 12), max_tokens=28), Job(prompt(100, 12), max_tokens=50, arrival=4))
@@ -118,6 +128,7 @@ WORKLOADS = {
     "abort": Workload(_abort()),
     "churn": Workload(_churn()),
     "full": Workload(_full()),
+    "seeded": Workload(_seeded()),
     "preempted": Workload(_preempted(), SMALL_POOL),
     "late": Workload(_late(), WIDE_STEPS),
 }

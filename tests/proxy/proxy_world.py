@@ -132,10 +132,17 @@ class Exchange:
             answer = await client.post(self.body["kv_transfer_params"]["metaserver"], json=message)
             return answer.status_code
 
-    async def rendezvous(self) -> None:
+    async def notice(self, failure: str, error: str = "why", **more: Any) -> int:
+        """Decode's notice that it didn't get the KV; its status."""
+        message = {"request_id": self.external_id, "failure": failure, "error": error, **more}
+        async with httpx.AsyncClient(timeout=10) as client:
+            answer = await client.post(self.body["kv_transfer_params"]["failures"], json=message)
+            return answer.status_code
+
+    async def rendezvous(self, **changes: Any) -> None:
         """Posts and waits for the KV, for ever if there is none: vLLM-Ascend takes an error for delivered."""
         kv = self.engine.world.kv.setdefault(self.external_id, asyncio.Event())
-        await self.post()
+        await self.post(**changes)
         await kv.wait()
 
 
@@ -177,6 +184,8 @@ class FakeEngine:
         self.exchanges: list[Exchange] = []
         self.port = free_port()
         self.healthy = True
+        self.tokenizes = True
+        self.frozen = False  # takes connections and requests, answers nothing, as after SIGSTOP
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -218,12 +227,15 @@ class FakeEngine:
         headers = {k.lower(): v.strip() for k, _, v in (field.partition(":") for field in rest)}
         method, path, _ = line.split(" ")
         raw = await reader.readexactly(int(headers.get("content-length", 0)))
+        while self.frozen:
+            await asyncio.sleep(0.02)
         exchange = Exchange(self, method, path, headers, json.loads(raw) if raw else {}, writer)
         if method == "GET":
             await exchange.respond(200 if self.healthy else 503, {"data": [{"id": "m"}]})
             return True
         if path == "/tokenize":
-            await exchange.respond(200, {"tokens": [9] * len(exchange.body["prompt"].split())})
+            status = 200 if self.tokenizes else 404
+            await exchange.respond(status, {"tokens": [9] * len(exchange.body["prompt"].split())})
             return True
         self.exchanges.append(exchange)
         behaviour = self.behaviours.pop(0) if self.behaviours else self.usual

@@ -219,7 +219,15 @@ def test_dead_prefillers_are_passed_over_within_one_rendezvous() -> None:
             assert [a.json()["choices"][0]["text"] for a in answers] == [words(3, 2)] * 4
             assert len(w.d.exchanges) == 4
             await w.prefillers[2].die()
-            assert (await w.complete(max_tokens=2)).status_code == 502
+            assert (await w.complete(max_tokens=2)).status_code == 503
+            asked = len(w.d.exchanges)
+            for stream in (False, True):
+                answer = await w.complete(max_tokens=2, stream=stream)
+                assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+                assert "no prefill engine" in answer.json()["error"]["message"]
+            assert len(w.d.exchanges) == asked, "decode would wait in vain"
+            await w.prefillers[0].start()
+            assert (await w.complete(max_tokens=2)).status_code == 200, "it accepts connections again"
 
     run(scenario())
 

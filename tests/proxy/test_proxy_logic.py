@@ -17,7 +17,7 @@ from vllm_kvoffload.proxy.calls import parse_call, prefix_hashes
 from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, Refused
 from vllm_kvoffload.proxy.http_client import request_bytes
 from vllm_kvoffload.proxy.recompute import CannotContinue, Transcript, continued_body
-from vllm_kvoffload.proxy.rendezvous import Meetings, Message, Outcome, check_message, external_id
+from vllm_kvoffload.proxy.rendezvous import Meetings, Message, Notice, Outcome, check_message, external_id
 from vllm_kvoffload.proxy.sanitize import ALWAYS, DROP, PREFILL_TABLE, prefill_body
 from vllm_kvoffload.proxy.settings import Address, SettingsError, addresses, is_wildcard, proxy_settings
 from vllm_kvoffload.proxy.usage import UsageFacts, add_usage, cached_tokens, rewrite_usage
@@ -108,6 +108,19 @@ def test_a_prefill_request_makes_one_token_at_once(body: dict[str, Any]) -> None
     assert ("n" in made) == ("n" in body)
 
 
+def test_nothing_shapes_the_token_of_a_prefill_request() -> None:
+    """Else a seed, a grammar or a stop word could hurt a prefill engine, for a token that is not read."""
+    penalties = dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), 1)
+    choices = dict.fromkeys(("top_p", "top_k", "min_p", "seed", "logit_bias", "use_beam_search"), 1)
+    words = dict.fromkeys(
+        ("allowed_token_ids", "bad_words", "stop_token_ids", "stop", "structured_outputs"), 1
+    )
+    made = prefill_body({"prompt": "a", "temperature": 0.7, **penalties, **choices, **words}, {})
+    assert set(made) == {"prompt", *ALWAYS, "kv_transfer_params"}
+    assert made["temperature"] == 0
+    assert prefill_body({"prompt": "a"}, {})["temperature"] == 0  # else vLLM takes the model's own default
+
+
 def test_what_shapes_the_prompt_stays() -> None:
     shaping = ("messages", "tools", "tool_choice", "response_format", "chat_template_kwargs", "cache_salt")
     body = {key: [key] for key in (*shaping, "truncate_prompt_tokens", "add_special_tokens")}
@@ -195,7 +208,7 @@ def test_prefix_affinity_until_the_load_says_otherwise() -> None:
     engines.acquire(Demand(10), 0.0)
     others = {engines.acquire(demand, 0.0).instance for _ in range(2)}
     assert others != {first.instance}, "a busy engine loses a request that it would have cached"
-    first.instance.forget_prefixes()
+    first.instance.restarted()
     assert first.instance.matched_tokens(demand) == 0
 
 
@@ -260,7 +273,7 @@ MESSAGE = {
 
 
 def test_meetings() -> None:
-    meetings, seen = Meetings(), []
+    meetings, seen, notices = Meetings(), [], []
     outcome: Outcome = Outcome(loop=asyncio.new_event_loop())
 
     def start(message: Message) -> Outcome:
@@ -268,15 +281,22 @@ def test_meetings() -> None:
         return outcome
 
     assert meetings.post(MESSAGE) == ("unknown", None)
-    meetings.expect("cmpl-x-0", start)
+    meetings.expect("cmpl-x-0", start, notices.append)
     with pytest.raises(ValueError, match="expected already"):
-        meetings.expect("cmpl-x-0", start)
+        meetings.expect("cmpl-x-0", start, notices.append)
     with pytest.raises(Refused):
         meetings.post({**MESSAGE, "remote_host": 1})
     assert meetings.post(MESSAGE) == ("started", outcome)
     assert meetings.post(MESSAGE) == ("repeated", outcome)
     assert seen == [MESSAGE]
+    told = {"request_id": "cmpl-x-0", "failure": "mismatch", "error": "dtype", "prefill_layout": "AB"}
+    assert meetings.failed(told) == Notice("mismatch", "dtype", "ab")
+    assert meetings.failed({**told, "prefill_layout": "x" * 999}) == Notice("mismatch", "dtype")
+    assert len(notices) == 2
+    with pytest.raises(Refused):
+        meetings.failed({**told, "error": 1})
     meetings.forget("cmpl-x-0")
+    assert meetings.failed(told) is None
     assert meetings.post(MESSAGE) == ("unknown", None)
     outcome.get_loop().close()
     assert len(meetings) == 0
@@ -292,6 +312,9 @@ def test_meetings() -> None:
         {"remote_port": True},
         {"remote_port": 70000},
         {"remote_cached_tokens": -1},
+        {"remote_secret": 1},
+        {"remote_layout": []},
+        *({"remote_host": host} for host in ("*", "0.0.0.0", "::", "", "decode_1:20150/x y", "a..b", "☃")),
         {"do_remote_decode": False},
     ],
 )
@@ -409,7 +432,8 @@ def test_wildcards_are_not_advertised(host: str) -> None:
     with pytest.raises(SettingsError, match="--advertise-host"):
         proxy_settings(host="127.0.0.1", port=9, prefillers=engine, decoders=(), advertise_host=host)
     made = proxy_settings(host=host, port=9, prefillers=engine, decoders=(), advertise_host="fd00::7")
-    assert made.metaserver == "http://[fd00::7]:9/v1/metaserver"
+    assert made.metaserver == f"http://[fd00::7]:9/v1/metaserver/{made.metaserver_token}"
+    assert made.metaserver_token not in repr(made), "it must not reach a log"
     with pytest.raises(SettingsError, match="can't be called"):
         addresses([host], [1], "decoder")
 
@@ -423,6 +447,12 @@ def test_wildcards_are_not_advertised(host: str) -> None:
         (["1.2.3.999"], [1], "not a valid IP"),
         (["http://a"], [1], "no host"),
         (["a b"], [1], "no host"),
+        (["a\0b"], [1], "no host"),
+        (["☃"], [1], "no host"),
+        (["a..b"], [1], "no host name"),
+        (["-a"], [1], "no host name"),
+        (["x" * 64], [1], "no host name"),
+        ([".".join(["x" * 60] * 5)], [1], "no host name"),
         (["a"], [0], "no port"),
     ],
 )
@@ -432,8 +462,8 @@ def test_bad_addresses(hosts: list[str], ports: list[int], message: str) -> None
 
 
 def test_good_addresses() -> None:
-    found = addresses(["::1", "[fd00::1]", "node-1", "10.0.0.1"], [1, 2, 3, 4], "decoder")
-    assert [str(a) for a in found] == ["[::1]:1", "[fd00::1]:2", "node-1:3", "10.0.0.1:4"]
+    found = addresses(["::1", "[fd00::1]", "node-1", "10.0.0.1", "a_b.c."], [1, 2, 3, 4, 5], "decoder")
+    assert [str(a) for a in found] == ["[::1]:1", "[fd00::1]:2", "node-1:3", "10.0.0.1:4", "a_b.c.:5"]
     with pytest.raises(SettingsError, match="own address"):
         proxy_settings(host="node-1", port=3, prefillers=found, decoders=())
     with pytest.raises(SettingsError, match="as prefiller and as decoder"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -33,17 +34,26 @@ def has_ipv6() -> bool:
 
 @contextlib.asynccontextmanager
 async def process(
-    w: World, host: str, *more: str, **env: str
+    w: World, host: str, *more: str, limit: int | None = None, **env: str
 ) -> AsyncIterator[tuple[Any, httpx.AsyncClient]]:
-    """The proxy in front of the engines of ``w``."""
+    """The proxy in front of the engines of ``w``. ``limit``: of its descriptors."""
     port = free_port()
     flags = ["--host", host, "--port", str(port), "--probe-interval", "0"]
     flags += ["--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(w.p.port)]
     flags += ["--decoder-hosts", "127.0.0.1", "--decoder-ports", str(w.d.port)]
     for engine in (w.p, w.d):
         await engine.start()
+
+    def limited() -> None:
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+
     running = await asyncio.create_subprocess_exec(
-        *COMMAND, *flags, *more, env={**os.environ, **env}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        *(*COMMAND, *flags, *more),
+        env={**os.environ, **env},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        preexec_fn=limited,
     )
     try:
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -132,7 +142,7 @@ def test_flags_as_vllm_ascend_has_them() -> None:
         ]
     )
     assert [str(a) for a in made.prefillers] == ["10.0.0.1:8100", "10.0.0.2:8100"]
-    assert made.metaserver == "http://10.0.0.9:9000/v1/metaserver"
+    assert made.metaserver_origin == "http://10.0.0.9:9000"
     assert made.deadlines == Deadlines(idle=7)
 
 

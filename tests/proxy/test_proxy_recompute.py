@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from proxy_world import Behaviour, Exchange, text_of, words, world
+from proxy_world import Behaviour, Exchange, events, text_of, words, world
 
 
 def run(scenario: Any) -> None:
@@ -151,6 +151,54 @@ def test_the_word_in_a_text_means_nothing() -> None:
             w.d.behaviours.append(says_it)
             assert text_of(await w.stream()) == '"stop_reason":"recomputed"'
             assert len(w.d.exchanges) == 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stop", ["recomputed", ["x", "recomputed"]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_clients_own_stop_string_is_no_giving_up(stop: Any, stream: bool) -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            w.d.usual = gives_up_after(2)  # vLLM reports the stop string that it met as its stop_reason
+            answer = await w.complete(stream=stream, stop=stop)
+            assert answer.status_code == 200
+            found = events(answer.text) if stream else [answer.json()]
+            assert text_of(found) == words(3, 2)
+            (reason,) = [c["stop_reason"] for e in found for c in e.get("choices", ()) if c["finish_reason"]]
+            assert (reason, len(w.d.exchanges)) == ("recomputed", 1)
+            many = await w.complete(stream=stream, stop=stop, n=3)
+            assert (many.status_code, len(w.d.exchanges)) == (200, 4)
+
+    run(scenario())
+
+
+def test_a_continuation_before_its_first_output_goes_elsewhere() -> None:
+    async def lost(exchange: Exchange) -> None:
+        await exchange.start_stream()
+        await exchange.rendezvous()
+        exchange.abort()
+
+    async def scenario() -> None:
+        async with world(decoders=2) as w:
+            for engine in w.decoders:
+                engine.behaviours += [gives_up_after(2), lost] if engine is w.d else [lost]
+            w.decoders[1].behaviours.clear()
+            found = [await w.stream(max_tokens=6) for _ in range(3)]
+            assert [text_of(one) for one in found] == [words(3, 6)] * 3
+            assert not w.d.behaviours
+
+    run(scenario())
+
+
+def test_token_ids_come_from_another_engine_where_the_first_has_none() -> None:
+    async def scenario() -> None:
+        async with world(decoders=2) as w:
+            w.d.behaviours.append(gives_up_after(2))
+            w.d.tokenizes = False
+            for _ in w.decoders:
+                assert text_of(await w.stream(prompt=[1, 2], max_tokens=4)) == words(2, 4)
+            assert not w.d.behaviours
 
     run(scenario())
 

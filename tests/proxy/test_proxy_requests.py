@@ -6,9 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from proxy_world import FAST, Exchange, events, text_of, words, world
+from proxy_world import FAST, Exchange, decode, events, text_of, words, world
 
 from vllm_kvoffload.proxy.app import Answer
+from vllm_kvoffload.proxy.http_client import Client
 from vllm_kvoffload.proxy.settings import Deadlines
 
 
@@ -29,7 +30,8 @@ def test_stream_and_its_prefill_request() -> None:
             assert d.body["kv_transfer_params"] == {
                 "do_remote_decode": False,
                 "do_remote_prefill": True,
-                "metaserver": f"{w.url}/v1/metaserver",
+                "metaserver": f"{w.url}/v1/metaserver/{w.settings.metaserver_token}",
+                "failures": f"{w.url}/v1/metaserver/{w.settings.metaserver_token}/failed",
             }
             assert p.headers["x-request-id"] == d.headers["x-request-id"]
             assert p.body["prompt"] == "a b c"
@@ -214,10 +216,116 @@ def test_metaserver_knows_its_requests() -> None:
             assert text_of(await w.stream(max_tokens=1)) == words(3, 1)
             await w.settle()
             assert len(w.p.exchanges) == 1, "one prefill however often decode posts"
-            late = {"request_id": w.d.exchanges[0].external_id}
-            assert (await w.client.post("/v1/metaserver", json=late)).status_code == 404
-            assert (await w.client.post("/v1/metaserver", content=b"{")).status_code == 400
-            assert (await w.client.post("/v1/metaserver", json=[1])).status_code == 404
+            path = w.settings.metaserver.removeprefix(w.url)
+            late = {"request_id": w.d.exchanges[0].external_id, "failure": "read", "error": "late"}
+            for at in (path, f"{path}/failed"):
+                assert (await w.client.post(at, json=late)).status_code == 404
+                assert (await w.client.post(at, content=b"{")).status_code == 400
+                assert (await w.client.post(at, content=b"[" * 5000)).status_code == 400
+            assert (await w.client.post(path, json=[1])).status_code == 404
+            assert (await w.client.post(f"{path}/failed", json=[1])).status_code == 400
+
+    run(scenario())
+
+
+def test_the_answers_id_opens_nothing() -> None:
+    """Posts need the path's token, which only engines are told."""
+
+    async def scenario() -> None:
+        async with world() as w:
+
+            async def attacked(exchange: Exchange) -> None:
+                message = {
+                    "request_id": exchange.external_id,
+                    "failure": "read",
+                    "error": "x",
+                    "remote_engine_id": "e",
+                    "remote_host": "127.0.0.1",
+                    "remote_port": 9,
+                    "remote_cached_tokens": 0,
+                }
+                token, found = w.settings.metaserver_token, []
+                for path in (
+                    "",
+                    "/",
+                    "/x",
+                    f"/{token}x",
+                    f"/{token}/",
+                    f"/{token[:-1]}",
+                    f"/{token}/x",
+                    "/\u2603",
+                ):
+                    found.append((await w.client.post(f"/v1/metaserver{path}", json=message)).status_code)
+                found.append((await w.client.get(f"/v1/metaserver/{token}")).status_code)
+                assert found == [404] * 9
+                assert not w.p.exchanges
+                for host in ("*", "0.0.0.0", "a..b", "10.0.0.1:1/x y"):
+                    assert await exchange.post(remote_host=host) == 400
+                await decode(exchange)
+
+            w.d.behaviours.append(attacked)
+            assert (await w.complete(max_tokens=2)).json()["choices"][0]["text"] == words(3, 2)
+
+    run(scenario())
+
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("raw", "status", "why"),
+    [
+        (b'{"n": 128, "prompt": "' + b"x" * (4 * MB) + b'"}', 413, "128 choices"),
+        (
+            b'{"prompt": [' + b",".join([b'"a"'] * 1000) + b'], "user": "' + b"x" * MB + b'"}',
+            413,
+            "1000 choices",
+        ),
+        (b'{"prompt": "a", "x": [' + b"{}," * (2 * MB) + b"1]}", 413, "for all bodies"),
+        (b'{"prompt": "a", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}", 400, "nested"),
+        (b'{"prompt": "a", "x": ' + b"[" * 900 + b"]" * 900 + b"}", 400, "nested"),
+        (b'{"prompt": "' + b"x" * (9 * MB) + b'"}', 413, "for all bodies"),
+    ],
+)
+def test_a_request_costs_no_more_than_its_budget(raw: bytes, status: int, why: str) -> None:
+    async def scenario() -> None:
+        async with world(max_held_bytes=8 * MB) as w:
+            answer = await w.client.post("/v1/completions", content=raw)
+            assert answer.status_code == status, answer.text
+            assert why in answer.json()["error"]["message"]
+            assert not w.d.exchanges
+            assert w.app.core.held.used == 0
+            assert (await w.complete(prompt="y " * MB, max_tokens=1)).status_code == 200
+            await w.settle()
+            assert w.app.core.held.used == 0
+
+    run(scenario())
+
+
+def test_children_are_sent_in_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many choices a large request has, a few of its bodies exist at a time."""
+    monkeypatch.setattr("vllm_kvoffload.proxy.dispatch.WINDOW", 3 * MB)
+    open_now, most = 0, 0
+    request = Client.request
+
+    async def counted(self: Client, *arguments: Any, body: bytes = b"", **more: Any) -> Any:
+        nonlocal open_now, most
+        open_now += len(body)
+        most = max(most, open_now)
+        try:
+            return await request(self, *arguments, body=body, **more)
+        finally:
+            open_now -= len(body)
+
+    monkeypatch.setattr(Client, "request", counted)
+
+    async def scenario() -> None:
+        async with world() as w:
+            prompt = "ab " * (MB // 3)
+            answer = await w.complete(prompt=prompt, n=12, max_tokens=1, stream=True)
+            assert answer.status_code == 200
+            assert {text_of(events(answer.text), i) for i in range(12)} == {words(MB // 3, 1)}
+            assert MB < most <= 3.1 * MB
 
     run(scenario())
 

@@ -9,7 +9,7 @@ from index_machine import IndexMachine
 
 from vllm_kvoffload.store.base import WriteRefusal
 from vllm_kvoffload.store.extents import FreeSpace
-from vllm_kvoffload.store.index import Grant, ObjectIndex
+from vllm_kvoffload.store.index import SPARE_DEADLINES, Grant, ObjectIndex
 
 FULL, EXISTS = WriteRefusal.FULL, WriteRefusal.EXISTS
 PHASES = (Phase.generate,)  # no shrinking: it takes its time and shows nobody anything
@@ -182,3 +182,21 @@ def test_free_space_refuses_what_is_free() -> None:
     free.give(0, 4)
     assert free.extents() == [(0, 10)]
     assert free.total == 10
+
+
+def test_what_was_closed_leaves_nothing() -> None:
+    """A lease of minutes would keep an entry for each of so many openings; those that are open still end."""
+    index = ObjectIndex(1 << 20)
+    (made,) = index.open_write("c", ["k"], 10, 0.0, 60.0)
+    assert isinstance(made, Grant)
+    index.finish_write("c", [made.handle], [True], 0.0)
+    (kept,) = index.open_read("c", ["k"], 0.0, 300.0)
+    assert kept is not None
+    for _ in range(10_000):
+        (grant,) = index.open_read("c", ["k"], 1.0, 300.0)
+        assert grant is not None
+        index.close_read("c", [grant.handle])
+    assert len(index._deadlines) <= SPARE_DEADLINES + 3
+    assert index.clients() == {"c"}
+    index.expire(300.0)
+    assert index.clients() == set()

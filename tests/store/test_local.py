@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import socket
 import threading
 import time
 import uuid
@@ -21,6 +24,8 @@ from vllm_kvoffload.store import (
     WriteRefusal,
     local,
     make_store,
+    remote,
+    service,
 )
 from vllm_kvoffload.store.local import LocalStore
 from vllm_kvoffload.store.remote import RemoteIndex
@@ -326,3 +331,60 @@ def test_unknown_backends_are_refused(instance: str) -> None:
 def test_the_bytes_of_tests_differ() -> None:
     assert not np.array_equal(content("a"), content("b"))
     assert not np.array_equal(content("a"), content("a", version=1))
+
+
+class Listener:
+    """In front of a server's listening socket: some calls of `accept` fail."""
+
+    def __init__(self, plain: socket.socket, times: int) -> None:
+        self.plain, self.left = plain, times
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.left:
+            self.left -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self.plain.accept()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.plain, name)
+
+
+@pytest.mark.parametrize("times", [1, 50])
+@pytest.mark.parametrize("what", ["accept", "thread"])
+def test_clients_are_served_after_the_server_ran_out_of_something(
+    owner: LocalStore, instance: str, monkeypatch: pytest.MonkeyPatch, times: int, what: str
+) -> None:
+    monkeypatch.setattr(service, "PAUSE_S", 0.001)
+    monkeypatch.setattr(service, "MAX_PAUSE_S", 0.002)
+    server, lines = owner._server, list[str]()
+    assert server is not None
+    logger = logging.getLogger(f"vllm.{service.__name__}")
+    monkeypatch.setattr(logger, "warning", lambda text, *values: lines.append(text % values))
+    start, left = threading.Thread.start, [times]
+
+    def failing_start(self: threading.Thread) -> None:
+        if self.name == "kvoffload-store-client" and left[0]:
+            left[0] -= 1
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    if what == "accept":
+        server._listener = Listener(server._listener, times)
+    else:
+        monkeypatch.setattr(threading.Thread, "start", failing_start)
+    monkeypatch.setattr(local, "_services", {})
+    monkeypatch.setattr(remote, "RETRY_S", 0.001)
+    deadline = time.monotonic() + 30.0
+    while True:
+        client = LocalStore(instance, timeout_s=1.0)
+        try:
+            assert Caller(client).put([uuid.uuid4().hex]) == [True]
+            if server.failures == times:
+                break
+        except StoreUnavailableError:
+            pass
+        finally:
+            client.close()
+        assert time.monotonic() < deadline
+    assert server._thread.is_alive()
+    assert len([line for line in lines if "could not be connected" in line]) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -84,6 +85,13 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
         ({"meta": Endpoint("127.0.0.1", 5000)}, "meta_host", "loopback"),
         ({"config_store": Endpoint("localhost", 6000)}, "config_store_host", "loopback"),
         ({"meta": Endpoint("a b", 5000)}, "meta_host", "host name"),
+        ({"meta": Endpoint("a..b", 5000)}, "meta_host", "host name"),
+        ({"meta": Endpoint("a" * 64, 5000)}, "meta_host", "host name"),
+        ({"meta": Endpoint(".".join(["a" * 60] * 5), 5000)}, "meta_host", "host name"),
+        ({"meta": Endpoint("fe80::1%eth0", 5000)}, "meta_host", "interface"),
+        ({"meta": Endpoint("☃", 5000)}, "meta_host", "one line"),
+        ({"dram_size": "9" * 400 + "GB"}, "dram_size", "a number with"),
+        ({"dram_size": "\uff11\uff10GB"}, "dram_size", "one line"),
         ({"meta": Endpoint("10.0.0.1", 0)}, "meta_port", "1 to 65535"),
         ({"config_store": Endpoint("10.0.0.1", 5000)}, "config_store_port", "three ports"),
     ],
@@ -93,6 +101,36 @@ def test_clusters_that_cannot_work(change: dict[str, object], key: str, rule: st
         render(replace(CLUSTER, **change))  # type: ignore[arg-type]
     assert caught.value.key == key
     assert rule in str(caught.value)
+
+
+BREAKS = ["\n", "\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\0", "\t", "\x1b"]
+
+
+@pytest.mark.parametrize(
+    "value", [f"{{}}{end}ock.mmc.evil = 1" for end in BREAKS] + [f"{{}}{e}" for e in BREAKS]
+)
+def test_no_value_holds_a_line_end(tmp_path: Path, value: str) -> None:
+    """An IPv6 address takes anything behind its %, a size any white space around it."""
+    for field, plain in (("protocol", "host_tcp"), ("dram_size", "10GB"), ("log_level", "error")):
+        with pytest.raises(ConfigError, match="one line") as caught:
+            render(replace(CLUSTER, **{field: value.format(plain)}))  # type: ignore[arg-type]
+        assert caught.value.key == field
+        assert len(str(caught.value).splitlines()) == 1
+    for host in ("a", "10.0.0.1", "fe80::1%", "fe80::1%eth0"):
+        for field in ("meta", "config_store", "metrics"):
+            with pytest.raises(ConfigError, match="one line"):
+                render(replace(CLUSTER, **{field: Endpoint(value.format(host), 7)}))  # type: ignore[arg-type]
+    if "\0" not in value:
+        assert conf("--out", tmp_path, "--dram-size", value.format("10GB")).exit_code == 2
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_any_name_can_be_exported(tmp_path: Path) -> None:
+    folder = tmp_path / "a b;'$(false)"
+    said = conf("--out", folder)
+    assert said.exit_code == 0
+    script = said.output + '\ntest -f "$MMC_META_CONFIG_PATH" && test -f "$MMC_LOCAL_CONFIG_PATH"'
+    assert subprocess.run(["sh", "-c", script], check=False).returncode == 0
 
 
 def test_one_machine_may_use_shared_memory_and_loopback() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
+import os
+import select
 import socket
 import threading
 import time
@@ -12,7 +16,7 @@ from contextlib import nullcontext
 import pytest
 
 from vllm_kvoffload.store import patience
-from vllm_kvoffload.store.patience import ServiceWatch
+from vllm_kvoffload.store.patience import PatientCalls, ServiceWatch
 
 DEADLINE_S = 20.0
 CALM_S = 2.0
@@ -119,3 +123,86 @@ def test_control_probes_taken_for_the_librarys_connection(
 ) -> None:
     monkeypatch.setattr(patience, "_probing", nullcontext())
     assert sum(losses_of_two_watches(service)) > 4
+
+
+class Stumbles:
+    """Stands for a function that fails a number of times."""
+
+    def __init__(self, plain: Callable[..., object], error: Exception, times: int) -> None:
+        self.plain, self.error, self.left, self.calls = plain, error, times, 0
+
+    def __call__(self, *arguments: object, **more: object) -> object:
+        self.calls += 1
+        if self.left:
+            self.left -= 1
+            raise self.error
+        return self.plain(*arguments, **more)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "error", "times"),
+    [
+        (socket, "getaddrinfo", socket.gaierror(-3, "Temporary failure in name resolution"), 1),
+        (socket, "getaddrinfo", socket.gaierror(-2, "Name or service not known"), 25),
+        (os, "listdir", OSError(errno.EMFILE, "Too many open files"), 25),
+        (os, "dup", OSError(errno.EMFILE, "Too many open files"), 25),
+        (os, "eventfd_read", OSError(errno.EIO, "Input/output error"), 25),
+        (select, "poll", MemoryError(), 1),
+    ],
+    ids=["name", "names", "list", "dup", "event", "poll"],
+)
+def test_a_watch_outlives_its_own_errors(service, monkeypatch, module, name, error, times) -> None:
+    """It counts as down meanwhile, says so once, and then sees the service end as ever."""
+    monkeypatch.setattr(patience, "RETRY_S", 0.001)
+    lines: list[str] = []
+    logger = logging.getLogger(f"vllm.{patience.__name__}")
+    monkeypatch.setattr(logger, "log", lambda _, text, *values, **_more: lines.append(text % values))
+    library = socket.socket()
+    library.connect(("127.0.0.1", service.port))
+    library.send(b"l")
+    watch = ServiceWatch("127.0.0.1", service.port, lambda: None)
+    try:
+        stumbles = Stumbles(getattr(module, name), error, times)
+        monkeypatch.setattr(module, name, stumbles)
+
+        def is_over() -> bool:
+            watch._wake()
+            return not stumbles.left
+
+        wait_for(is_over)
+        wait_for(lambda: not watch.down)
+        assert watch._thread.is_alive()
+        assert watch.losses
+        assert len([line for line in lines if "service lost" in line]) == 1
+        losses = watch.losses
+        service.kill()
+        wait_for(lambda: bool(watch.down) and watch.losses > losses)
+        service.start()
+    finally:
+        library.close()
+        watch.close()
+    assert not watch._thread.is_alive()
+    assert watch.down
+    watch.lose("too late")  # its descriptor may be another file's by now
+
+
+def test_calls_go_on_when_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = PatientCalls("test")
+    start, tries = threading.Thread.start, Stumbles(lambda: None, RuntimeError("can't start new thread"), 1)
+    monkeypatch.setattr(threading.Thread, "start", lambda self: (tries(), start(self)))
+    with pytest.raises(RuntimeError, match="new thread"):
+        calls.run(lambda: 1, 1.0)
+    assert calls.run(lambda: 2, DEADLINE_S) == 2
+    calls.close()
+
+
+def test_no_thread_is_left_when_a_call_ends_after_the_close() -> None:
+    calls = PatientCalls("kvoffload-test-late")
+    go = threading.Event()
+    caller = threading.Thread(target=lambda: calls.run(lambda: go.wait(DEADLINE_S), DEADLINE_S))
+    caller.start()
+    wait_for(lambda: any(thread.name == "kvoffload-test-late" for thread in threading.enumerate()))
+    calls.close()
+    go.set()
+    caller.join()
+    wait_for(lambda: all(thread.name != "kvoffload-test-late" for thread in threading.enumerate()))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 
+import msgspec
 import numpy as np
+import psutil
 import pytest
 
 pytest.importorskip("nixl_cu12")
@@ -20,6 +23,8 @@ from vllm_kvoffload.transfer import (
     TransferError,
     TransferUnavailableError,
     make_engine,
+    net_devices,
+    nixl,
 )
 
 BLOCK = 4096
@@ -145,3 +150,115 @@ def test_an_engine_that_transfers_nothing_takes_no_core():
     before, begin = time.process_time(), time.monotonic()
     time.sleep(2)
     assert time.process_time() - before < 0.1 * (time.monotonic() - begin)
+
+
+def test_damaged_metadata_never_reach_nixl(engine, monkeypatch):
+    """A byte that differs ends the process in NIXL's parser."""
+    metadata = engine.local_metadata()
+    monkeypatch.setattr(engine._agent, "add_remote_agent", lambda _: pytest.fail("it was parsed"))
+    dice = np.random.default_rng(1)
+    for at in range(len(metadata)):
+        for other in {0xFF, int(dice.integers(256))} - {metadata[at]}:
+            with pytest.raises(TransferError):
+                engine.add_peer(metadata[:at] + bytes([other]) + metadata[at + 1 :])
+        with pytest.raises(TransferError):
+            engine.add_peer(metadata[:at])
+    for wrong in (metadata + b"\0", b"\x95" + metadata[1:] + b"\xc0", b"\x91" * 100_000, b"\x9f" * 200):
+        with pytest.raises(TransferError):
+            engine.add_peer(wrong)
+
+
+@pytest.mark.parametrize(
+    ("agent", "blob", "regions"),
+    [
+        ("a", b"x", [(1 << 63, 10, "host")]), ("a", b"x", [((1 << 63) - 1, 10, "host")]),
+        ("a", b"x", [(10, (1 << 63) - 1, "host")]), ("a", b"x", [(-1, 5, "host")]),
+        ("a", b"x", [(10, 0, "host")]), ("a", b"x", [(10, 5, "host"), (12, 5, "host")]),
+        ("a", b"x", [(10, 5, "h" * 17)]), ("a", b"x", [(10.5, 5, "host")]),
+        ("a", b"", []), ("", b"x", []), ("a" * 65, b"x", []), ("a\n", b"x", []), ("a b", b"x", []),
+        ("☃", b"x", []), (7, b"x", []), ("a", "x", []), ("a", b"x", None),
+    ],
+)  # fmt: skip
+def test_metadata_with_values_that_none_can_have_are_refused(engine, agent, blob, regions):
+    digest = nixl._digest(agent, blob, tuple(regions or ()))
+    wrong = msgspec.msgpack.encode(["nixl", agent, blob, regions, digest])
+    with pytest.raises(TransferError, match="not those of a nixl"):
+        engine.add_peer(wrong)
+
+
+def test_too_many_regions_are_refused(engine):
+    regions = tuple(Region(10 * (n + 1), 5) for n in range(nixl.MAX_REGIONS + 1))
+    with pytest.raises(TransferError, match="not those of a nixl"):
+        engine.add_peer(msgspec.msgpack.encode(nixl._Metadata.of("a", b"x", regions)))
+
+
+def test_hostile_spans_are_refused(engine):
+    target = np.zeros(NBYTES, dtype=np.uint8)
+    engine.register([region(target)])
+    top = (1 << 63) - 1
+    with serve(NBYTES) as server:
+        peer = engine.add_peer(server.metadata)
+        here, there = target.ctypes.data, server.base
+        for span in (
+            (here, there, top), (here, top, top), (top, there, top), (here + 1, there, NBYTES),
+            (here, there, 0), (here, there, -1), (-1, there, 5), (here, -top, top),
+            (here, top - 5, 10), (here, there, -top),
+        ):  # fmt: skip
+            for spans in (Spans.of([span]), Spans.of([(here, there, 5), span])):
+                with pytest.raises(TransferError, match="not registered"):
+                    engine.read(peer, spans)
+        column = np.array([here], dtype=np.int64)
+        for kind in (np.uint64, np.float64, object):
+            with pytest.raises(TransferError, match="int64"):
+                engine.read(peer, Spans(column, np.array([there], dtype=kind), column))
+    assert not target.any()
+
+
+def listening() -> set[str]:
+    """Addresses that this process listens at, with their ports."""
+    mine = psutil.Process().net_connections("tcp")
+    return {f"{one.laddr.ip} {one.laddr.port}" for one in mine if one.status == psutil.CONN_LISTEN}
+
+
+ADDRESSES = sorted(
+    entry.address
+    for entries in psutil.net_if_addrs().values()
+    for entry in entries
+    if entry.family is socket.AF_INET
+)
+
+
+@pytest.mark.parametrize("host", ADDRESSES)
+def test_it_listens_where_peers_are_told_to_find_it(host):
+    before = listening()
+    made = make_engine("nixl", role="decode", host=host, device_id=0)
+    try:
+        assert {at.partition(" ")[0] for at in listening() - before} == {host}
+        assert net_devices.VARIABLE not in os.environ
+    finally:
+        made.close()
+
+
+def test_the_users_choice_of_devices_is_left_alone(monkeypatch):
+    monkeypatch.setenv("UCX_NET_DEVICES", "all")
+    before = listening()
+    made = make_engine("nixl", role="decode", host="127.0.0.1", device_id=0)
+    assert len(listening() - before) > 1 or len(ADDRESSES) == 1
+    made.close()
+    monkeypatch.setenv("UCX_NET_DEVICES", "nosuch0")
+    with pytest.raises(TransferUnavailableError, match="UCX backend: "):
+        make_engine("nixl", role="decode", host="127.0.0.1", device_id=0)
+
+
+def test_interfaces_are_found_by_address():
+    for host in ("127.0.0.1", "127.0.1.1", "::1", "localhost"):
+        assert net_devices.interface_of(host) == "lo"
+    for host in ("203.0.113.9", "0.0.0.0", "", "a..b", "a" * 64, "☃" * 70, "a\0b", "999.1.1.1", "a b"):
+        assert net_devices.interface_of(host) is None
+
+
+def test_rdma_stays_in_use(tmp_path):
+    for port in ("mlx5_1/ports/1", "mlx5_0/ports/1", "mlx5_0/ports/2"):
+        (tmp_path / "sys/class/infiniband" / port).mkdir(parents=True)
+    assert net_devices.ucx_devices("127.0.0.1", tmp_path) == "lo,mlx5_0:1,mlx5_0:2,mlx5_1:1"
+    assert net_devices.ucx_devices("203.0.113.9", tmp_path) is None

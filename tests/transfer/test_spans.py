@@ -102,3 +102,31 @@ def test_prepare_names_the_side():
         prepare(Spans.of([(100, 101, 8)]), table, table)
     with pytest.raises(TransferError, match="span 1: local"):
         prepare(Spans.of([(100, 100, 8), (99, 100, 8)]), table, table)
+
+
+END = (1 << 63) - 1
+
+
+@pytest.mark.parametrize(
+    ("address", "nbytes"), [(1 << 63, 1), (END, 1), (1, END), (64, 1 << 63), (-1, 5), (5, -5)]
+)
+def test_regions_beyond_an_int64_are_an_error(address, nbytes):
+    """They came as OverflowError, which is no ValueError, or went around."""
+    with pytest.raises(ValueError, match="a region"):
+        RegionTable([Region(address, nbytes)])
+
+
+def test_a_span_that_would_go_around_lies_in_no_region():
+    table = RegionTable([Region(64, 64), Region(END - 64, 64)])
+    addresses = np.array([END - 10, 64], dtype=np.int64)
+    assert table.find_outside(addresses, np.array([END - 5, 64], dtype=np.int64)) == 0
+    assert table.find_outside(addresses, np.array([10, 64], dtype=np.int64)) is None
+
+
+@pytest.mark.parametrize("blocks", [[0, 1 << 62], [-1]])
+@pytest.mark.parametrize("stride", [64, 1 << 61])
+def test_blocks_beyond_an_int64_are_an_error(blocks, stride):
+    numbers, here = np.array(blocks, dtype=np.int64), np.zeros(len(blocks), dtype=np.int64)
+    with pytest.raises(ValueError, match="blocks"):
+        block_spans(here, 64, 64, numbers, 64, stride, 64)
+    assert len(block_spans(here, 64, 64, here, 64, stride, 64)) == len(blocks)

@@ -241,6 +241,9 @@ def test_two_nodes(tmp_path: Path, platform: str, device: str) -> None:
             ranks = range(number * tp_size, (number + 1) * tp_size)
             expected = ",".join(map(str, ranks)) if platform == "ascend" else ""
             assert engine.environment["ASCEND_RT_VISIBLE_DEVICES"] == expected
+            extra = engine.json("--kv-transfer-config")["kv_connector_extra_config"]  # type: ignore[index]
+            hosts = extra["decode_hosts" if role == "prefill" else "metaserver_hosts"]
+            assert hosts == ["192.0.2.2"], "decode's node, where the proxy is too"
     ports = [one.json("--kv-transfer-config")["kv_port"] for one in engines["decode"]]  # type: ignore[index]
     assert ports == [20050, 20054], "a port for each rank"
     (proxy,) = run(tmp_path, "pd_two_nodes.sh", 1, "proxy", **sizes)

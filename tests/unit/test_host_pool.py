@@ -13,6 +13,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -21,9 +22,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm_kvoffload.memory import segment as segment_module
 from vllm_kvoffload.memory.limits import MemoryLimit
 from vllm_kvoffload.memory.segment import SharedSegment, remove_stale_segments
-from vllm_kvoffload.memory import segment as segment_module
 from vllm_kvoffload.sparse.host_pool import (
     HostPool,
     HostPoolLayout,
@@ -31,6 +32,7 @@ from vllm_kvoffload.sparse.host_pool import (
     SegmentAttachError,
     SegmentClosedError,
     SegmentError,
+    SegmentFileError,
     SegmentLayoutError,
     SegmentMemoryError,
 )
@@ -562,9 +564,71 @@ class TestMemory:
 
         monkeypatch.setattr(os, "posix_fallocate", broken)
         before = names()
-        with pytest.raises(OSError, match="broken"):
+        with pytest.raises(SegmentFileError, match="broken"):
             HostPool.create(LAYOUT)
         assert not left_behind(before)
+
+    @pytest.mark.parametrize(
+        ("call", "number", "kind", "fix"),
+        [
+            ("posix_fallocate", errno.EFBIG, SegmentMemoryError, "RLIMIT_FSIZE"),
+            ("posix_fallocate", errno.EDQUOT, SegmentMemoryError, "raise the quota"),
+            ("posix_fallocate", errno.EINVAL, SegmentFileError, "mount -t tmpfs"),
+            ("open", errno.EROFS, SegmentFileError, "writable"),
+            ("open", errno.EACCES, SegmentFileError, "mode 1777"),
+            ("open", errno.EOPNOTSUPP, SegmentFileError, "mount -t tmpfs"),
+            ("open", errno.EMFILE, SegmentFileError, "ulimit -n"),
+            ("listdir", errno.ENOENT, SegmentFileError, "mount a tmpfs"),
+            ("statvfs", errno.EACCES, SegmentFileError, "mode 1777"),
+            ("fchmod", errno.EPERM, SegmentFileError, "mode 1777"),
+            ("pwrite", errno.ENOSPC, SegmentFileError, "enlarge"),
+            ("link", errno.EROFS, SegmentFileError, "writable"),
+            ("link", errno.ENOMEM, SegmentFileError, "free memory"),
+        ],
+    )
+    def test_what_the_system_refuses_is_one_line_with_a_fix(
+        self, monkeypatch: pytest.MonkeyPatch, call: str, number: int, kind: type[SegmentError], fix: str
+    ) -> None:
+        before, descriptors = names(), len(os.listdir("/proc/self/fd"))
+
+        def refused(*_: object, **__: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, refused)
+            with pytest.raises(kind, match=fix) as info:
+                SharedSegment.create(4 << 20, "test")
+        assert "\n" not in str(info.value)
+        assert os.strerror(number) in str(info.value)
+        assert not left_behind(before)
+        del info
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+
+    def test_a_limit_of_file_sizes(self) -> None:
+        program = (
+            "import resource, sys\n"
+            "from vllm_kvoffload.store import make_store\n"
+            "from vllm_kvoffload.config import ConfigError\n"
+            "from vllm_kvoffload.trace import TraceError, TraceHeader, TraceWriter\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, -1))\n"
+            "try:\n"
+            "    make_store('local', {'local_dram_size_GB': 0.01}, role='owner', instance='rlimit')\n"
+            "except ConfigError as error:\n"
+            "    print(error)\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (10, -1))\n"
+            "try:\n"
+            "    TraceWriter(sys.argv[1], TraceHeader('m' * 20, index_topk=4, num_groups=1, block_size=16))\n"
+            "except TraceError as error:\n"
+            "    print(error)\n"
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-c", program, f"{folder}/trace"]
+            said = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+        pool, trace = said.stdout.splitlines()
+        assert "local_dram_size_GB=0.01: host pool needs" in pool
+        assert "(RLIMIT_FSIZE): 8388608" in pool
+        assert "File too large; RLIMIT_FSIZE" in trace
 
     def test_progress_with_an_estimate(
         self, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture

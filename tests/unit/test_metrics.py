@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import signal
 import struct
@@ -438,3 +439,17 @@ def test_report_has_a_line_for_each_side_of_transfers() -> None:
         "Engine 001: KV transfers from prefill: 3 requests received, 1 failed (read); 3 to come, 8.0 MB/s",
     ]
     assert report.lines(workers, 3.0) == []
+
+
+def test_a_worker_whose_counters_cannot_be_written_goes_on_without(
+    instance: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = StatsChannel(OFFLOAD, instance, 0, 0)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    channel.publish({"hits": 1})
+    assert not channel.active
+    channel.publish({"hits": 2})

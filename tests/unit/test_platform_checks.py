@@ -92,8 +92,55 @@ def test_a_model_without_an_indexer_is_refused(tmp_path: Path) -> None:
         configure(build_checkpoint(tmp_path / "mla", MODELS["mla"]), OFFLOAD)
 
 
-def test_without_offload_nothing_is_checked(checkpoint: Path) -> None:
+def test_without_offload_nothing_of_it_is_checked(checkpoint: Path) -> None:
     configure(checkpoint, {"enabled": False}, num_gpu_blocks_override=1 << 20)
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.5]}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "expected"),
+    [
+        ("glm-tiny", {"enable_lora": True}, r"enable_lora=True: .*Triton"),
+        ("mla", {"enable_lora": True}, r"enable_lora=True: .*Triton"),
+        ("glm-tiny", {"kv_offloading_size": 1.0}, r"kv_offloading_size=1.0: .*GPU"),
+        ("mla", {"speculative_config": {**NGRAM, "method": "ngram_gpu"}}, r"method='ngram_gpu': .*CPU"),
+        ("glm-tiny", {"speculative_config": {**NGRAM, **SYNTHETIC}}, r"method='synthetic': .*CPU"),
+    ],
+)
+def test_what_vllm_has_no_cpu_kernels_for_is_refused(
+    tmp_path: Path, model: str, options: dict[str, Any], expected: str
+) -> None:
+    from vllm_kvoffload.platforms.refusal import StartupRefusedError
+
+    with pytest.raises(StartupRefusedError, match=expected):
+        configure(build_checkpoint(tmp_path / model, MODELS[model]), {"enabled": False}, **options)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "bfloat16"])
+def test_a_cache_of_another_type_is_refused(checkpoint: Path, dtype: str) -> None:
+    from vllm_kvoffload.platforms.refusal import StartupRefusedError
+
+    with pytest.raises(StartupRefusedError, match=f"kv_cache_dtype='{dtype}': .*own type.*Fix: "):
+        configure(checkpoint, {"enabled": False}, kv_cache_dtype=dtype)
+
+
+def test_another_model_runner_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_kvoffload.platforms.refusal import StartupRefusedError
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(StartupRefusedError, match=r"VLLM_USE_V2_MODEL_RUNNER=True: .*Fix: "):
+        configure(checkpoint, {"enabled": False})
+
+
+def test_other_models_get_the_worker_that_survives_their_requests(tmp_path: Path) -> None:
+    from vllm_kvoffload.platforms.cpu.sampling import SoundCPUWorker
+
+    config = configure(build_checkpoint(tmp_path / "mla", MODELS["mla"]), {"enabled": False})
+    path = f"{SoundCPUWorker.__module__}.{SoundCPUWorker.__qualname__}"
+    assert config.parallel_config.worker_cls == path
 
 
 def store(**extra: Any) -> dict[str, Any]:

@@ -480,3 +480,20 @@ def test_interpreter_exit_is_bounded(task: str, expected: str) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=True
     )
     assert expected in done.stdout + done.stderr
+
+
+def test_a_stream_outlives_an_error_of_its_own(runtime: CpuRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of a task: it fails what comes after, as one of a task does, and can be recovered from."""
+    stream = runtime.stream("s")
+    lane = stream._lane
+    with monkeypatch.context() as patch:
+        patch.setattr(lane, "pause", lambda *_: 1 / 0)
+        stream.submit(print)
+        with pytest.raises(TaskFailedError, match="division"):
+            stream.synchronize(10)
+    stream.recover()
+    done: list[int] = []
+    stream.submit(done.append, 1)
+    stream.synchronize(10)
+    assert done == [1]
+    assert lane.thread.is_alive()

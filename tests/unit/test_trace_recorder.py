@@ -232,3 +232,32 @@ def test_the_cost_test_notices_a_recorder_that_encodes_on_the_engine_thread(tmp_
     assert engine_seconds(recorder, 10) > 0.02 * 10e-3
     recorder.close()
     writer.close()
+
+
+def test_nothing_that_a_request_is_called_ends_a_recording(tmp_path):
+    recorder = TraceRecorder.open(tmp_path / "t", HEADER)
+    for step, name in enumerate(["\ud800", "", "\0", "\n", "a" * 100_000]):
+        recorder.record(0, tensor([step, -1, -1, -1]), tensor(0, 1), tensor(100), [name])
+    recorder.close()
+    reader = TraceReader(tmp_path / "t")
+    assert len(list(reader)) == 5
+    assert reader.closed
+
+
+def test_a_call_that_cannot_be_copied_ends_the_recording_and_not_the_engine(tmp_path, monkeypatch):
+    recorder = TraceRecorder.open(tmp_path / "t", HEADER)
+    record(recorder, 0)
+    monkeypatch.setattr(recorder, "_memory", lambda _: (_ for _ in ()).throw(MemoryError()))
+    record(recorder, 1)
+    record(recorder, 2)
+    assert recorder.dropped == 2
+    assert recorder._thread.is_alive()
+    recorder.close()
+    assert not recorder._thread.is_alive()
+
+
+@pytest.mark.parametrize("path", ["/proc/nosuch", "a\0b", "/"])
+def test_a_file_that_cannot_be_made_is_one_line(path):
+    with pytest.raises(TraceError) as caught:
+        TraceWriter(path, HEADER)
+    assert len(str(caught.value).splitlines()) == 1

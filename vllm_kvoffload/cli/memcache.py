@@ -6,6 +6,7 @@ What the store's package brings with it (numpy) is imported by the command that 
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import tempfile
 import threading
@@ -107,8 +108,8 @@ def conf(
             log_level=log_level,
         )
         _write(files.render(cluster), out, force=force)
-    typer.echo(f"export {files.META_VARIABLE}={(out / files.META_FILE).absolute()}")
-    typer.echo(f"export {files.LOCAL_VARIABLE}={(out / files.LOCAL_FILE).absolute()}")
+    for variable, name in ((files.META_VARIABLE, files.META_FILE), (files.LOCAL_VARIABLE, files.LOCAL_FILE)):
+        typer.echo(f"export {variable}={shlex.quote(str((out / name).absolute()))}")
     typer.echo("export PYTHONHASHSEED=0")
 
 
@@ -187,7 +188,7 @@ def _announce(service: Endpoint, store: Endpoint, metrics: str, stop: threading.
         try:
             for endpoint in (service, store):
                 socket.create_connection((endpoint.host, endpoint.port), timeout=1.0).close()
-        except OSError:
+        except Exception:  # whatever it is, it is not ready
             continue
         typer.echo(f"MetaService ready at {service.url}, config store {store.url}, metrics {metrics}")
         return
@@ -199,8 +200,9 @@ def _require_free(key: str, endpoint: Endpoint) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((endpoint.host, endpoint.port))
-        except OSError as error:
-            rule = f"{endpoint.url} can't be listened at on this machine: {error.strerror}"
+        except (OSError, UnicodeError, ValueError) as error:  # a name may be none at all
+            why = getattr(error, "strerror", None) or error
+            rule = f"{endpoint.url} can't be listened at on this machine: {why}"
             fix = "end what listens there, choose another port, or run this on the machine of that address"
             raise ConfigError(key, endpoint.port, rule, fix) from error
 

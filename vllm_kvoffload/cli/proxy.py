@@ -7,8 +7,17 @@ import os
 from collections.abc import Sequence
 from typing import NoReturn
 
-from vllm_kvoffload.proxy.settings import Deadlines, ProxySettings, SettingsError, addresses, proxy_settings
+from vllm_kvoffload.proxy.settings import (
+    Deadlines,
+    Limits,
+    ProxySettings,
+    SettingsError,
+    addresses,
+    proxy_settings,
+)
+from vllm_kvoffload.proxy.tls import EngineTls, Tls
 
+KEY_VARIABLE = "KVOFFLOAD_PROXY_API_KEY"
 TOKEN_VARIABLE = "KVOFFLOAD_PROXY_ADMIN_TOKEN"
 DEADLINE_HELP = {
     "connect": "a connection to an engine",
@@ -18,8 +27,16 @@ DEADLINE_HELP = {
     "prefill": "a prefill request",
     "request_body": "the time between two parts of a client's request",
     "client_stall": "a client that doesn't read its answer",
-    "control": "/v1/models and probes",
+    "control": "/v1/models and /tokenize",
+    "probe": "GET /health of an engine; two in a row take it out",
     "drain": "requests under way after SIGTERM",
+    "head": "a client's request line and headers",
+}
+LIMIT_HELP = {
+    "head_bytes": "bytes of a request line and its headers",
+    "head_fields": "headers of a request",
+    "uri_bytes": "bytes of a request's target",
+    "connections": "connections of clients",
 }
 
 
@@ -35,7 +52,8 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(
         prog="kvoffload proxy",
         description="OpenAI-compatible proxy in front of prefill and decode engines.",
-        epilog=f"The admin token is taken from {TOKEN_VARIABLE}; without it there is no /admin.",
+        epilog=f"The admin token is taken from {TOKEN_VARIABLE}; without it there is no /admin."
+        f" {KEY_VARIABLE} is an API key like --api-key, which other users of the machine can't see.",
     )
     made.add_argument("--host", default="localhost", help="address to listen on (default: %(default)s)")
     made.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
@@ -53,15 +71,87 @@ def parser() -> argparse.ArgumentParser:
         "--max-retries", type=int, default=3, help="dispatches after a failure (default: %(default)s)"
     )
     made.add_argument(
-        "--probe-interval", type=float, default=5.0, help="seconds between GET /health of engines; 0: never"
+        "--probe-interval",
+        type=float,
+        default=3.0,
+        help="seconds between GET /health of engines; 0: never (default: %(default)g)",
+    )
+    made.add_argument(
+        "--max-held-bytes",
+        type=int,
+        default=1 << 30,
+        help="bytes of requests that are held at a time (default: %(default)s)",
+    )
+    made.add_argument(
+        "--metaserver-port",
+        type=int,
+        help="a port of its own for the posts of decode engines (default: --port)",
     )
     made.add_argument("--admin-port", type=int, help="a port of their own for the /admin endpoints")
+    made.add_argument(
+        "--api-key",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="clients must send one of these as a bearer token to /v1; repeatable",
+    )
+    _add_tls(made)
+    limits = made.add_argument_group("limits", "of what clients may use")
+    for name, what in LIMIT_HELP.items():
+        default = getattr(Limits, name)
+        flag = f"--max-{name.replace('_', '-')}"
+        limits.add_argument(flag, type=int, default=default, help=f"{what} (default: {default})")
     group = made.add_argument_group("deadlines", "in seconds")
     for name, what in DEADLINE_HELP.items():
         flag = f"--{name.replace('_', '-')}-timeout"
         default = getattr(Deadlines, name)
         group.add_argument(flag, type=float, default=default, help=f"of {what} (default: {default:g})")
     return made
+
+
+def _add_tls(made: argparse.ArgumentParser) -> None:
+    clients = made.add_argument_group("TLS to clients", "and to decode engines that post; flags as vLLM's")
+    clients.add_argument("--ssl-keyfile", help="PEM file of the private key (default: in --ssl-certfile)")
+    clients.add_argument("--ssl-certfile", help="PEM file of the certificate and its chain; turns TLS on")
+    clients.add_argument("--ssl-ca-certs", help="PEM file of whose certificates clients may show")
+    clients.add_argument(
+        "--ssl-cert-reqs",
+        type=int,
+        default=0,
+        help="0: clients need no certificate, 1: they may show one, 2: they must (default: %(default)s)",
+    )
+    engines = made.add_argument_group("TLS to engines")
+    engines.add_argument(
+        "--engine-scheme", choices=("http", "https"), default="http", help="(default: %(default)s)"
+    )
+    engines.add_argument("--engine-ca-certs", help="PEM file of whom to trust (default: as the system does)")
+    engines.add_argument("--engine-certfile", help="PEM file of the proxy's own certificate, if engines ask")
+    engines.add_argument("--engine-keyfile", help="PEM file of its key")
+
+
+def _tls(given: argparse.Namespace) -> Tls | None:
+    if given.ssl_certfile is None:
+        for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
+            if getattr(given, name):
+                raise SettingsError(f"--{name.replace('_', '-')}: needs --ssl-certfile, which turns TLS on")
+        return None
+    return Tls(given.ssl_certfile, given.ssl_keyfile, given.ssl_ca_certs, given.ssl_cert_reqs)
+
+
+def _engine_tls(given: argparse.Namespace) -> EngineTls | None:
+    made = EngineTls(given.engine_ca_certs, given.engine_certfile, given.engine_keyfile)
+    if given.engine_scheme == "https":
+        return made
+    if made != EngineTls():
+        raise SettingsError(
+            "--engine-ca-certs, --engine-certfile, --engine-keyfile: need --engine-scheme https"
+        )
+    return None
+
+
+def _api_keys(given: argparse.Namespace) -> tuple[str, ...]:
+    key = os.environ.get(KEY_VARIABLE)
+    return (*given.api_key, key) if key else tuple(given.api_key)
 
 
 def settings_of(arguments: Sequence[str]) -> ProxySettings:
@@ -79,9 +169,15 @@ def settings_of(arguments: Sequence[str]) -> ProxySettings:
         advertise_host=given.advertise_host,
         deadlines=Deadlines(**deadlines),
         max_retries=given.max_retries,
+        max_held_bytes=given.max_held_bytes,
         probe_interval=given.probe_interval,
         admin_token=os.environ.get(TOKEN_VARIABLE),
         admin_port=given.admin_port,
+        limits=Limits(**{name: getattr(given, f"max_{name}") for name in LIMIT_HELP}),
+        tls=_tls(given),
+        engine_tls=_engine_tls(given),
+        api_keys=_api_keys(given),
+        metaserver_port=given.metaserver_port,
     )
 
 

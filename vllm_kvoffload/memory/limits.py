@@ -6,6 +6,7 @@ Reads /proc, /sys/fs/cgroup and statvfs only. Everything is in bytes.
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ class MemoryLimit(NamedTuple):
 
 def memory_limits(shm_dir: Path, root: Path = Path("/")) -> list[MemoryLimit]:
     """All limits on memory taken through `shm_dir` now. `root` stands for / in tests."""
-    return [*ram_limits(root), _shm_limit(shm_dir)]
+    return [*ram_limits(root), _shm_limit(shm_dir), *_file_size_limit()]
 
 
 def ram_limits(root: Path = Path("/")) -> list[MemoryLimit]:
@@ -60,6 +61,14 @@ def _shm_limit(shm_dir: Path) -> MemoryLimit:
         "lower dram_size_per_dp_GB or enlarge it (docker --shm-size, a Kubernetes emptyDir of medium Memory, "
         "mount -o remount,size=...)",
     )
+
+
+def _file_size_limit() -> list[MemoryLimit]:
+    most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if most == resource.RLIM_INFINITY:
+        return []
+    fix = "raise it for the engine (ulimit -f unlimited, LimitFSIZE= of its unit)"
+    return [MemoryLimit("largest file that this process may write (RLIMIT_FSIZE)", most, fix)]
 
 
 def _memory_cgroups(root: Path) -> list[Path]:

@@ -32,6 +32,8 @@ import secrets
 import stat
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,10 @@ class SegmentMemoryError(SegmentError):
         self.limited_by = limit.what
 
 
+class SegmentFileError(SegmentError):
+    """The pool's file can't be made, for another reason than its size."""
+
+
 class SegmentAttachError(SegmentError):
     """There is no such segment for this user."""
 
@@ -106,12 +112,13 @@ class SharedSegment:
     def create(cls, data_bytes: int, description: str) -> SharedSegment:
         """Reserve, map and name `data_bytes` of zeroed memory. `description` is what `attach` must repeat.
 
-        Raises SegmentMemoryError; nothing is left behind then.
+        Raises SegmentMemoryError, SegmentFileError; nothing is left behind then.
         """
         fd, data = _reserved_file(data_bytes, description)
         try:
             name = f"{NAME_PREFIX}-{os.getpid()}-{start_ticks(os.getpid())}-{secrets.token_hex(16)}"
-            _give_name(fd, name)
+            with _explained():
+                _give_name(fd, name)
         except BaseException:
             os.close(fd)
             raise
@@ -123,7 +130,7 @@ class SharedSegment:
     def create_unnamed(cls, data_bytes: int, description: str) -> tuple[SharedSegment, int]:
         """As `create`, without ever giving it a name: others map the file descriptor, which is the caller's.
 
-        Raises SegmentMemoryError; nothing is left behind then.
+        Raises SegmentMemoryError, SegmentFileError; nothing is left behind then.
         """
         fd, data = _reserved_file(data_bytes, description)
         return cls(_UNNAMED, data), fd
@@ -185,6 +192,11 @@ class SharedSegment:
 
 def _reserved_file(data_bytes: int, description: str) -> tuple[int, npt.NDArray[np.uint8]]:
     """(descriptor, mapped data) of a locked file without a name."""
+    with _explained():
+        return _reserve_file(data_bytes, description)
+
+
+def _reserve_file(data_bytes: int, description: str) -> tuple[int, npt.NDArray[np.uint8]]:
     remove_stale_segments()
     total_bytes = _HEADER_BYTES + align_up(data_bytes)
     _check_fits(total_bytes, memory_limits(SHM_DIR))
@@ -199,6 +211,51 @@ def _reserved_file(data_bytes: int, description: str) -> tuple[int, npt.NDArray[
     except BaseException:
         os.close(fd)
         raise
+
+
+_FIXES = {
+    errno.EROFS: "mount it writable",
+    errno.EACCES: "let this user write there (mode 1777)",
+    errno.EPERM: "let this user write there (mode 1777)",
+    errno.ENOENT: "mount a tmpfs there",
+    errno.ENOTDIR: "mount a tmpfs there",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the machine's limit of open files (fs.file-max)",
+    errno.ENOMEM: "free memory of the machine or of the container",
+    errno.ENOSPC: "free space there, or enlarge it",
+    errno.EDQUOT: "raise this user's quota there",
+}
+_FIXES |= dict.fromkeys(
+    (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR, errno.ENOSYS),
+    f"mount a tmpfs there: mount -t tmpfs tmpfs {SHM_DIR}",
+)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What the system refuses, in one line that says what to do. Raises SegmentFileError."""
+    try:
+        yield
+    except OSError as error:
+        name = errno.errorcode.get(error.errno or 0, "error")
+        raise SegmentFileError(
+            f"the host pool's file in {SHM_DIR}: {error.strerror or error} ({name}); to fix it, "
+            f"{_FIXES.get(error.errno or 0, 'see the kernel log (dmesg)')}"
+        ) from error
+
+
+_TOO_LARGE = {
+    errno.ENOSPC: (
+        "it filled up while the pool was reserved",
+        "another process took the space; stop it or enlarge /dev/shm",
+    ),
+    errno.ENOMEM: (
+        "it filled up while the pool was reserved",
+        "another process took the space; stop it or enlarge /dev/shm",
+    ),
+    errno.EDQUOT: ("this user's quota there is used up", "raise the quota"),
+    errno.EFBIG: ("a file may not be as large", "raise RLIMIT_FSIZE for the engine (ulimit -f unlimited)"),
+}
 
 
 def remove_stale_segments() -> list[str]:
@@ -256,10 +313,10 @@ def _reserve(fd: int, total_bytes: int) -> None:
         try:
             os.posix_fallocate(fd, offset, step)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+            if error.errno not in _TOO_LARGE:
                 raise
-            what = f"{SHM_DIR} (it filled up while the pool was reserved: {error.strerror})"
-            fix = "another process took the space; stop it or enlarge /dev/shm"
+            why, fix = _TOO_LARGE[error.errno]
+            what = f"{SHM_DIR} ({why}: {error.strerror})"
             raise SegmentMemoryError(total_bytes, MemoryLimit(what, offset, fix)) from error
         done, elapsed_s = offset + step, time.monotonic() - start
         if done >= next_report or (done == total_bytes and total_bytes >= PROGRESS_BYTES):

@@ -65,7 +65,12 @@ class StatsChannel:
         if values == self._values:
             return
         offset, slot = self._fields.pack_slot(self._sequence + 1, values)
-        os.pwrite(self._fd, slot, offset)
+        try:
+            os.pwrite(self._fd, slot, offset)
+        except OSError as error:
+            self.close()
+            logger.warning("KV offload: this worker's metrics can't be written (%s); they are off.", error)
+            return
         self._values = values
         self._sequence += 1
 

@@ -41,6 +41,7 @@ class TransferEnd(str, Enum):
     EXPIRED = "expired"  # no heartbeat for the length of the lease
     REFUSED = "refused"  # decode will not work with this engine
     RESTARTED = "restarted"  # decode is not the one that began it
+    UNREACHABLE = "unreachable"  # decode's address can't be used, or there is no room for another connection
 
 
 class ReceiveFailure(str, Enum):
@@ -50,7 +51,7 @@ class ReceiveFailure(str, Enum):
     RENDEZVOUS = "rendezvous"  # the metaserver can't be asked, or answered with an error
     PREFILL = "prefill"  # prefill gave it up, fell silent or restarted
     READ = "read"  # reading failed
-    MISMATCH = "mismatch"  # what prefill published doesn't fit
+    MISMATCH = "mismatch"  # prefill's model or layout doesn't fit, or what it published doesn't
     DEADLINE = "deadline"  # it took too long
 
 
@@ -68,6 +69,8 @@ def receive_seconds() -> Histogram:
     return Histogram("receive_seconds", RECEIVE_BOUNDS_S)
 
 
+_ERRORS = Field("control_errors", "counter", "Errors that the control thread caught, and went on.")
+_REFUSED = Field("frames_refused", "counter", "Frames that were no message, or from a stranger.")
 _PEERS = Field("peer_ranks", "gauge", "Ranks of the other engine that this one is in touch with.")
 
 PREFILL = FieldSet(
@@ -82,6 +85,8 @@ PREFILL = FieldSet(
             [end.value for end in TransferEnd],
         ),
         _PEERS,
+        _REFUSED,
+        _ERRORS,
     ),
 )
 
@@ -100,6 +105,9 @@ DECODE = FieldSet(
         Field("pulled_bytes", "counter", "Bytes read from prefill."),
         *receive_seconds().fields("Seconds from the allocation of a request's blocks until it is received."),
         _PEERS,
+        _REFUSED,
+        Field("strangers_closed", "counter", "Connections closed that never introduced themselves."),
+        _ERRORS,
     ),
 )
 

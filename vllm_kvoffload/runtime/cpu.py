@@ -212,7 +212,10 @@ class _Lane:
 
     def _loop(self) -> None:
         while (item := self._next()) is not None:
-            item.run(self)
+            try:
+                item.run(self)
+            except BaseException as error:  # of the stream itself, such as of its delays
+                self.fail(error, item.label)
             del item  # frees the task's arguments before the thread sleeps
 
     def _next(self) -> _Item | None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvoffload.settings.connectors import EXTRA, REMOTE_D2H
 from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.hosts import HostList
 from vllm_kvoffload.settings.offload import SECTION, EngineFacts, SparseOffloadConfig
-from vllm_kvoffload.settings.values import check_bool
+from vllm_kvoffload.settings.values import check_bool, check_number, refuse_unknown_keys
 
 TRANSFER_BACKENDS = ("memfabric", "nixl")
 EXTERNAL_ID_SUFFIX = 9
@@ -54,32 +57,39 @@ class Limits:
 
 @dataclass(frozen=True)
 class RemoteD2HConfig:
-    """Options of one engine. `metaserver_hosts`: hosts that decode may post to; empty for any."""
+    """Options of one engine.
+
+    metaserver_hosts: that decode may post to. decode_hosts: that prefill may hand requests over to.
+    control_key: 64 hex characters that both sides share; None leaves control messages readable.
+    """
 
     transfer_backend: str
     producer: bool
     kv_port: int
+    metaserver_hosts: HostList
+    decode_hosts: HostList
+    control_key: str | None = field(repr=False)
     use_layerwise: bool = True
     limits: Limits = Limits()
-    metaserver_hosts: tuple[str, ...] = ()
 
 
 def parse_remote_d2h(
-    kv_role: str | None, kv_port: int, extra: Mapping[str, Any], device: str
+    kv_role: str | None,
+    kv_port: int,
+    extra: Mapping[str, Any],
+    device: str,
+    told: Iterable[object] = (),
 ) -> RemoteD2HConfig:
     """Reads the options out of vLLM's kv-transfer config.
 
     Args:
         device: "cpu" or "npu", which decides the transfer engine.
+        told: hosts that the rest of the engine's configuration names, which may be talked to by default.
 
     Raises:
         ConfigError: naming the key.
     """
-    for key in extra:
-        if key not in _KEYS:
-            close = difflib.get_close_matches(str(key), _KEYS, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"{EXTRA}.{key}", extra[key], f"no such key{hint}", f"use {', '.join(_KEYS)}")
+    refuse_unknown_keys(EXTRA, extra, _KEYS)
     if kv_role not in ("kv_producer", "kv_consumer"):
         rule = "an engine either prefills or decodes with this connector"
         raise ConfigError("kv_role", kv_role, rule, "set kv_producer for prefill, kv_consumer for decode")
@@ -93,11 +103,16 @@ def parse_remote_d2h(
             lease_s=_seconds(extra, "lease_s", defaults.lease_s),
             request_s=_seconds(extra, "request_s", defaults.request_s),
         ),
-        metaserver_hosts=_hosts(extra),
+        metaserver_hosts=_hosts(extra, "metaserver_hosts", told),
+        decode_hosts=_hosts(extra, "decode_hosts", told),
+        control_key=read_control_key(extra.get("control_key_file")),
     )
 
 
-_KEYS = ("transfer_backend", "use_layerwise", "lease_s", "request_s", "metaserver_hosts")
+_KEYS = (
+    "transfer_backend", "use_layerwise", "lease_s", "request_s", "metaserver_hosts", "decode_hosts",
+    "control_key_file",
+)  # fmt: skip
 
 
 def _backend(value: object, device: str) -> str:
@@ -118,20 +133,45 @@ def _bool(extra: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def _seconds(extra: Mapping[str, Any], key: str, default: float) -> float:
-    value = extra.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.5 <= value <= 86400:
-        raise ConfigError(
-            f"{EXTRA}.{key}", value, "must be seconds from 0.5 to 86400", f"set it to {default:g}"
-        )
-    return float(value)
+    rule, fix = "must be seconds from 0.5 to 86400", f"set it to {default:g}"
+    return check_number(f"{EXTRA}.{key}", extra.get(key, default), rule, low=0.5, high=86400, fix=fix)
 
 
-def _hosts(extra: Mapping[str, Any]) -> tuple[str, ...]:
-    value = extra.get("metaserver_hosts", [])
-    if not isinstance(value, (list, tuple)) or not all(isinstance(host, str) and host for host in value):
-        rule = "must be a list of host names"
-        raise ConfigError(f"{EXTRA}.metaserver_hosts", value, rule, 'write ["proxy.example"]')
-    return tuple(value)
+def _hosts(extra: Mapping[str, Any], key: str, told: Iterable[object]) -> HostList:
+    if key not in extra:
+        return HostList.told(f"{EXTRA}.{key}", told)
+    return HostList.parse(f"{EXTRA}.{key}", extra[key])
+
+
+CONTROL_KEY_CHARACTERS = 64
+_MAKE_KEY = "make one with `kvoffload control-key FILE`, and give both sides a copy of it"
+
+
+def read_control_key(path: object) -> str | None:
+    """The key in a file that its owner alone may read; None without a path. Raises ConfigError."""
+    key = f"{EXTRA}.control_key_file"
+    if path is None:
+        return None
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise ConfigError(key, path, "must be the path of a file", _MAKE_KEY)
+    try:
+        # Without O_NONBLOCK a named pipe would hold the start-up.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(key, path, f"can't be read: {error.strerror}", _MAKE_KEY) from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(key, path, "is no file", _MAKE_KEY)
+        if found.st_mode & 0o077:
+            rule = f"others may read or change it (mode {stat.S_IMODE(found.st_mode):04o})"
+            raise ConfigError(key, path, rule, f"chmod 600 {path}")
+        text = os.read(descriptor, CONTROL_KEY_CHARACTERS + 3).decode("ascii", "replace").strip()
+    finally:
+        os.close(descriptor)
+    if not re.fullmatch(rf"[0-9a-fA-F]{{{CONTROL_KEY_CHARACTERS}}}", text):
+        raise ConfigError(key, path, f"must hold {CONTROL_KEY_CHARACTERS} hex characters", _MAKE_KEY)
+    return text.lower()
 
 
 def external_id(req_id: str) -> str:

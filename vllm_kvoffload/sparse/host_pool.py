@@ -150,7 +150,7 @@ class HostPool:
         """Reserve the pool's memory and give it a name. Removes what killed processes left first.
 
         `dram_limit_bytes`: from `dram_size_per_dp_GB`, compared with `layout.payload_bytes`.
-        Raises SegmentMemoryError before or while reserving; nothing is left behind then.
+        Raises SegmentMemoryError before or while reserving, SegmentFileError; nothing is left behind then.
         """
         if dram_limit_bytes is not None and layout.payload_bytes > dram_limit_bytes:
             fix = "raise it, or use fewer or smaller blocks"

@@ -21,6 +21,8 @@ from vllm_kvoffload.store.base import WriteRefusal
 from vllm_kvoffload.store.extents import FreeSpace
 
 ALIGNMENT = 4096
+SPARE_DEADLINES = 1024
+"""Deadlines of closed objects that are kept at most, besides as many as there are open ones."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +225,9 @@ class ObjectIndex:
         if not writing:
             object_.readers += 1
         heapq.heappush(self._deadlines, (deadline, handle))
+        if len(self._deadlines) > 2 * len(self._open) + SPARE_DEADLINES:  # mostly of what was closed long ago
+            self._deadlines = [(opened.deadline, number) for number, opened in self._open.items()]
+            heapq.heapify(self._deadlines)
         return Grant(handle, object_.offset, object_.nbytes, deadline)
 
     def _touch(self, keys: Sequence[str]) -> None:

@@ -1,7 +1,8 @@
 """Keys of stored blocks: everything that makes two caches different is in them. Pure.
 
 ``<model>.<facts>.<shard>.<block hash>``: the model's name as far as a key can hold it, for people; a digest
-of all facts; the shard; the hash that vLLM gives the block, which covers all tokens before it.
+of all facts; the shard; the hash that vLLM gives the block, which covers all tokens before it. After a reset
+a generation stands before the hash.
 """
 
 from __future__ import annotations
@@ -61,16 +62,27 @@ class KeySpace:
         """Where the engines that mean to share this model's blocks leave their facts."""
         return f"{_tag(self.model)}.{_digest([VERSION, self.namespace, self.model])}.manifest"
 
-    def key(self, block_hash: bytes) -> str:
-        """Key of a full block. Raises ValueError: no hash, or one of more than 64 bytes."""
+    def key(self, block_hash: bytes, generation: str = "") -> str:
+        """Key of a full block. generation: up to 16 letters and digits.
+
+        Raises ValueError: no hash, or one of more than 64 bytes; another generation.
+        """
         if not 0 < len(block_hash) <= 64:
             raise ValueError(f"block hash of {len(block_hash)} bytes: expected 1 to 64")
-        return f"{self.prefix}.{block_hash.hex()}"
+        if not generation:
+            return f"{self.prefix}.{block_hash.hex()}"
+        if not re.fullmatch(r"[A-Za-z0-9]{1,16}", generation):
+            raise ValueError(f"generation {generation!r:.40}: expected up to 16 letters and digits")
+        return f"{self.prefix}.{generation}.{block_hash.hex()}"
 
     def partial(self, request: str, block_index: int, end_token: int) -> str:
         """Key of a snapshot of a request's last block, which holds its tokens up to `end_token`."""
         # Request ids come from clients: any characters, any length.
-        name = request if re.fullmatch(rf"[A-Za-z0-9_-]{{1,{_REQUEST_CHARS}}}", request) else _digest(request)
+        name = (
+            request
+            if re.fullmatch(rf"[A-Za-z0-9_-]{{1,{_REQUEST_CHARS}}}", request)
+            else _digest([ord(c) for c in request])
+        )
         return f"{self.prefix}.partial.{name}.{block_index}.{end_token}"
 
 

@@ -132,9 +132,13 @@ class MemcacheStore:
         self._watch: ServiceWatch | None = None
         self._start_lock = threading.Lock()
         self._start_again_at = 0.0
-        self._probe()
-        if copies:
-            self._start()
+        try:
+            self._probe()
+            if copies:
+                self._start()
+        except BaseException:
+            self._calls.close()
+            raise
 
     def _probe(self) -> None:
         """Raises StoreUnavailableError: a service is down, for which the library's own start waits long."""
@@ -386,6 +390,8 @@ class MemcacheStore:
         except TimeoutError as error:
             self._start().lose(f"{name}: {error}")
             raise self._unavailable() from error
+        except Exception as error:  # of the library, or of a process that can start no more threads
+            raise StoreError(f"memcache: {name}: {error!r}") from error
 
     def _check_ready(self) -> None:
         """Raises StoreError: the MetaService does not answer yet."""
@@ -393,8 +399,8 @@ class MemcacheStore:
             raise StoreError("closed in this process")
         try:
             (state,) = self._calls.run(lambda: self._client.batch_is_exist(["kvoffload"]), self._timeout_s)
-        except TimeoutError as error:
-            raise StoreError(str(error)) from error
+        except Exception as error:  # the watch tries again
+            raise StoreError(f"batch_is_exist: {error!r}") from error
         if state not in (OK, EXISTS):
             raise StoreError(f"batch_is_exist returned {explain(state)}")
 
@@ -481,6 +487,8 @@ def _start_library(
         code = patient(init)
     except TimeoutError as error:
         raise StoreUnavailableError(f"memcache: its start took more than {INIT_S:g} s: {error}") from error
+    except Exception as error:
+        raise StoreUnavailableError(f"memcache: DistributedObjectStore.init: {error!r}") from error
     if code != OK:
         raise StoreUnavailableError(
             f"memcache: DistributedObjectStore.init(device {device_id}) returned {explain(code)}; check "
@@ -510,7 +518,7 @@ def _require_service(what: str, endpoint: Endpoint) -> None:
     # The library's own start would wait for minutes.
     try:
         probe(endpoint.host, endpoint.port, PROBE_S)
-    except OSError as error:
+    except (OSError, UnicodeError, ValueError) as error:  # a name may be none at all
         raise StoreUnavailableError(
             f"memcache: no {what} at {endpoint.url}: {error}; start it first: kvoffload meta"
         ) from error

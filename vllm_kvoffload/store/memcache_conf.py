@@ -28,6 +28,7 @@ _LOCAL_STORE_URL = "ock.mmc.local_service.config_store_url"
 _WORLD_SIZE = "ock.mmc.local_service.world_size"
 _PROTOCOL = "ock.mmc.local_service.protocol"
 _DRAM_SIZE = "ock.mmc.local_service.dram.size"
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _UNITS = {"": 1, "k": 1 << 10, "m": MIB, "g": GIB, "t": TIB}
 
 
@@ -109,6 +110,17 @@ def render(cluster: Cluster) -> dict[str, str]:
 
 def validate(cluster: Cluster) -> None:
     """Raises ConfigError for the first rule broken."""
+    for key, text in (
+        ("meta_host", cluster.meta.host),
+        ("config_store_host", cluster.config_store.host),
+        ("metrics_host", cluster.metrics.host),
+        ("protocol", cluster.protocol),
+        ("dram_size", cluster.dram_size),
+        ("log_level", cluster.log_level),
+    ):
+        if not (text.isascii() and text.isprintable()) or text != text.strip():
+            rule = "must be printable ASCII on one line, without spaces around it"
+            raise ConfigError(key, text, rule, "correct it")
     for key, number, high in (
         ("nodes", cluster.nodes, MAX_WORLD_SIZE),
         ("services_per_node", cluster.services_per_node, MAX_WORLD_SIZE),
@@ -139,10 +151,13 @@ def _check_host(key: str, host: str, *, several_nodes: bool) -> None:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", host):
+        if len(host) > 253 or not re.fullmatch(rf"{_LABEL}(\.{_LABEL})*", host):
             raise ConfigError(key, host, "must be a host name or an IP address", "name the machine") from None
         local = host == "localhost"
     else:
+        if getattr(address, "scope_id", None):
+            rule = "names an interface of one machine, which means nothing on the others"
+            raise ConfigError(key, host, rule, "give an address without %")
         if address.is_unspecified:
             rule = "engines connect to this address: it can't stand for all of a machine's"
             raise ConfigError(key, host, rule, "give the address at which the other nodes reach it")
@@ -180,7 +195,7 @@ def _check_dram(text: str, protocol: str) -> None:
 
 def size_bytes(key: str, text: str) -> int:
     """Bytes of a size as MemCache writes them: 134217728, 2048KB, 200m, 2.5GB, 1TB. Raises ConfigError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", text.strip().lower())
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) *([kmgt]?)b?", text.strip().lower())
     if match is None:
         raise ConfigError(key, text, "must be a number with KB, MB, GB or TB", 'write it as "10GB"')
     return int(float(match[1]) * _UNITS[match[2]])
@@ -251,7 +266,7 @@ def _setting(values: Mapping[str, str], key: str, path: Path) -> str:
 
 def _whole_number(values: Mapping[str, str], key: str, path: Path) -> int:
     text = _setting(values, key, path)
-    if not text.isdecimal():
+    if not re.fullmatch("[0-9]{1,15}", text):
         raise ConfigError(key, text, "must be a whole number", f"correct it in {path}")
     return int(text)
 

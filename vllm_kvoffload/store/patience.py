@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import queue
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.store.quiet_log import QuietLog
 
 logger = get_logger(__name__)
 
@@ -35,9 +39,10 @@ class PatientCalls:
         self._lock = threading.Lock()
         self._idle: list[queue.SimpleQueue[Callable[[], None] | None]] = []
         self._stuck = 0
+        self._closed = False
 
     def run(self, call: Callable[[], T], timeout_s: float) -> T:
-        """The call's result, or what it raised. Raises TimeoutError."""
+        """The call's result, or what it raised. Raises TimeoutError. RuntimeError: out of threads."""
         with self._lock:
             if self._stuck >= MAX_STUCK:
                 raise TimeoutError(f"{self._stuck} earlier calls have not returned")
@@ -56,7 +61,10 @@ class PatientCalls:
                     self._stuck -= 1
                     worker.put(None)
                 else:
-                    self._idle.append(worker)
+                    if self._closed:
+                        worker.put(None)
+                    else:
+                        self._idle.append(worker)
                     result.put(outcome)
 
         worker.put(work)
@@ -79,8 +87,9 @@ class PatientCalls:
         return False, TimeoutError("no answer in time")
 
     def close(self) -> None:
-        """Ends the idle threads."""
+        """Ends the idle threads now, and the others when their calls return."""
         with self._lock:
+            self._closed = True
             for worker in self._idle:
                 worker.put(None)
             self._idle.clear()
@@ -101,7 +110,8 @@ class ServiceWatch:
 
     Watches the library's own connection, which the kernel ends with the service: one of our own would have to
     take part in the library's protocol. `losses` counts the times that the service was lost: what it promised
-    before is void then. `down`: "" or why the service can't be used.
+    before is void then. `down`: "" or why the service can't be used; a watch that can't see its connection
+    counts as down, too. `failures`: errors of the watch itself (a name that doesn't resolve, no descriptors).
 
     Args:
         host, port: of the service. ready: asked before the service counts as back; raises while it isn't.
@@ -109,12 +119,15 @@ class ServiceWatch:
 
     def __init__(self, host: str, port: int, ready: Callable[[], None]) -> None:
         self._address = (host, port)
+        self._name = f"{host}:{port}"
         self._ready = ready
         self._lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._ended: set[int] = set()  # connections that were seen to end, and may not be closed yet
+        self._log = QuietLog(__name__)
         self.losses = 0
+        self.failures = 0
         self.down = ""
         self._thread = threading.Thread(target=self._watch, name="kvoffload-store-watch", daemon=True)
         self._thread.start()
@@ -124,7 +137,7 @@ class ServiceWatch:
         with self._lock:
             if not self.down:
                 self.losses += 1
-                logger.warning("store service %s:%d: %s; trying again", *self._address, reason)
+                self._log.warning("service lost", f"{self._name}: {reason}; trying again")
             self.down = reason
         self._wake()
 
@@ -137,33 +150,46 @@ class ServiceWatch:
         self._thread.join(PROBE_S + READY_S)
 
     def _wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
+        with self._lock:
+            if self._wake_fd >= 0:  # else the watch has ended, and the number may be another file's
+                with contextlib.suppress(BlockingIOError):  # woken often enough
+                    os.eventfd_write(self._wake_fd, 1)
 
     def _watch(self) -> None:
-        while not self._stopping:
-            if self.down:
-                self._try_again()
-            else:
-                self._wait_for_end()
-        os.close(self._wake_fd)
+        """No error ends this loop: without it a lost service would look well for ever."""
+        try:
+            while not self._stopping:
+                try:
+                    if self.down:
+                        self._try_again()
+                    else:
+                        self._wait_for_end()
+                except Exception as error:
+                    self._fail(error)
+        finally:
+            with self._lock:
+                self.down = self.down or "its watch has ended"
+                os.close(self._wake_fd)
+                self._wake_fd = -1
+
+    def _fail(self, error: Exception) -> None:
+        self.failures += 1
+        self.lose(f"it can't be watched: {error!r}")
+        time.sleep(RETRY_S)  # by nothing that could fail in its turn
 
     def _wait_for_end(self) -> None:
-        connections: dict[int, socket.socket] = {}
-        for made in own_connections(*self._address):
-            if connections.setdefault(os.fstat(made.fileno()).st_ino, made) is not made:
-                made.close()  # another watch's duplicate
-        self._ended &= connections.keys()
-        watched = {made.fileno(): inode for inode, made in connections.items() if inode not in self._ended}
-        try:
+        with contextlib.ExitStack() as stack:
+            connections: dict[int, socket.socket] = {}
+            for made in map(stack.enter_context, own_connections(*self._address)):
+                connections.setdefault(os.fstat(made.fileno()).st_ino, made)  # else another watch's duplicate
+            self._ended &= connections.keys()
+            watched = {s.fileno(): inode for inode, s in connections.items() if inode not in self._ended}
             poller = select.poll()
             poller.register(self._wake_fd, select.POLLIN)
             for fd in watched:
                 poller.register(fd, select.POLLRDHUP)
             # Without a connection there is nothing to see here: failing calls tell of the loss then.
             events = dict(poller.poll(None if watched else SEEK_S * 1000))
-        finally:
-            for connection in connections.values():
-                connection.close()
         if events.pop(self._wake_fd, None):
             os.eventfd_read(self._wake_fd)
         if events and not self._stopping:
@@ -174,16 +200,20 @@ class ServiceWatch:
         try:
             probe(*self._address, PROBE_S)
             self._ready()
+            for connection in own_connections(*self._address):  # it is of no use before it can be watched
+                connection.close()
         except Exception as error:
             self.down = f"does not serve: {error}"
             self._pause()
             return
         with self._lock:
             self.down = ""
-        logger.warning("store service %s:%d is back", *self._address)
+        self._log.warning("service back", f"{self._name} serves again")
 
     def _pause(self) -> None:
-        if select.select([self._wake_fd], [], [], RETRY_S)[0]:
+        poller = select.poll()  # select() takes no descriptor above 1023
+        poller.register(self._wake_fd, select.POLLIN)
+        if poller.poll(RETRY_S * 1000):
             os.eventfd_read(self._wake_fd)
 
 
@@ -206,24 +236,41 @@ def own_connections(host: str, port: int) -> list[socket.socket]:
 
 def _own_connections(host: str, port: int) -> list[socket.socket]:
     wanted = {info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+    with contextlib.ExitStack() as stack:
+        found = []
+        for name in os.listdir("/proc/self/fd"):
+            connection = _duplicate(name)
+            if connection is None:
                 continue
-            connection = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # closed meanwhile
-            continue
-        try:
-            peer = connection.getpeername()
-        except OSError:
-            peer = ()
-        if (
-            isinstance(peer, tuple)
-            and peer[1:2] == (port,)
-            and str(peer[0]).removeprefix("::ffff:") in wanted
-        ):
-            found.append(connection)
-        else:
-            connection.close()
-    return found
+            stack.enter_context(connection)
+            try:
+                peer = connection.getpeername()
+            except OSError:
+                peer = ()
+            here = isinstance(peer, tuple) and peer[1:2] == (port,)
+            if here and str(peer[0]).removeprefix("::ffff:") in wanted:
+                found.append(connection)
+            else:
+                connection.close()
+        stack.pop_all()
+        return found
+
+
+def _duplicate(name: str) -> socket.socket | None:
+    """A duplicate of a descriptor that is a socket; None for another file, and for one closed meanwhile.
+
+    Raises OSError: none can be made, which is not to be taken for a service without connections.
+    """
+    try:
+        if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+            return None
+        fd = os.dup(int(name))
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EBADF):
+            return None
+        raise
+    try:
+        return socket.socket(fileno=fd)
+    except OSError:
+        os.close(fd)
+        return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from vllm_kvoffload.memory.segment import SegmentMemoryError
+from vllm_kvoffload.memory.segment import SegmentError, SegmentFileError
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.store import BACKENDS
 from vllm_kvoffload.settings.values import GIB
@@ -44,8 +44,9 @@ def make_store(
             return LocalStore(instance, maps=role == "rank", devices=devices)
         try:
             return LocalStore(instance, local_bytes, devices=devices)
-        except SegmentMemoryError as error:
-            fix = "make it smaller, or free memory"
+        except SegmentError as error:
+            wrong = isinstance(error, SegmentFileError)
+            fix = "as it says" if wrong else "make it smaller, or free memory"
             raise ConfigError("local_dram_size_GB", local_bytes / GIB, str(error), fix) from error
     if backend == "memcache":
         from vllm_kvoffload.store.memcache import MemcacheStore

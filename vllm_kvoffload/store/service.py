@@ -24,6 +24,7 @@ from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.memory.segment import SharedSegment, start_ticks
 from vllm_kvoffload.store.base import StoreError, WriteRefusal
 from vllm_kvoffload.store.index import Grant, IndexStats, ObjectIndex
+from vllm_kvoffload.store.quiet_log import QuietLog
 from vllm_kvoffload.store.wire import (
     PROTOCOL_VERSION,
     CloseRead,
@@ -50,6 +51,8 @@ DESCRIPTION = "kv store pool 1"
 HELLO_S = 10.0
 SEND_S = 10.0
 JOIN_S = 5.0
+PAUSE_S, MAX_PAUSE_S = 0.02, 1.0
+"""Between failed attempts to accept a connection."""
 
 Process = tuple[int, int | None]
 
@@ -183,6 +186,8 @@ def _granted(results: list[Grant | None] | list[Grant | WriteRefusal]) -> list[G
 class IndexServer:
     """Serves an IndexService at an instance's socket.
 
+    `failures`: connections that could not be accepted so far.
+
     Raises StoreError: another process serves this instance.
     """
 
@@ -200,16 +205,18 @@ class IndexServer:
                 "id and data parallel rank; give each its own, or end the other one"
             ) from error
         self._listener.listen(64)
+        self._log = QuietLog(__name__)
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
-        self._stopping = False
+        self._stopping = threading.Event()
+        self.failures = 0
         self._thread = threading.Thread(target=self._accept, name="kvoffload-store", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Ends all connections and threads. Idempotent."""
         with self._lock:
-            self._stopping = True
+            self._stopping.set()
             connections = dict(self._connections)
         _shut(self._listener)
         for connection in connections:
@@ -219,20 +226,35 @@ class IndexServer:
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        """No error ends this loop (no descriptor or thread left, say): the other processes need the index."""
+        pause_s = PAUSE_S
+        while not self._stopping.is_set():
             try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            thread = threading.Thread(
-                target=self._serve, args=(connection,), name="kvoffload-store-client", daemon=True
-            )
-            with self._lock:
-                if self._stopping:
-                    connection.close()
+                self._take(self._listener.accept()[0])
+                pause_s = PAUSE_S
+            except Exception as error:
+                if self._stopping.is_set():
                     return
-                self._connections[connection] = thread
-            thread.start()
+                self.failures += 1
+                self._log.warning("accept", f"a process could not be connected, trying on: {error!r}")
+                self._stopping.wait(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    def _take(self, connection: socket.socket) -> None:
+        thread = threading.Thread(
+            target=self._serve, args=(connection,), name="kvoffload-store-client", daemon=True
+        )
+        with self._lock:
+            if self._stopping.is_set():
+                connection.close()
+                return
+            self._connections[connection] = thread
+            try:
+                thread.start()
+            except BaseException:
+                del self._connections[connection]
+                connection.close()
+                raise
 
     def _serve(self, connection: socket.socket) -> None:
         name = ""
@@ -249,11 +271,13 @@ class IndexServer:
                 send_message(connection, reply, time.monotonic() + SEND_S)
         except (StoreError, msgspec.MsgspecError, ValueError) as error:
             logger.debug("local store: connection %s of process %d: %s", name, process[0], error)
+        except Exception as error:  # costs this connection, whose client makes another one
+            self._log.warning("connection", f"{name} of process {process[0]} ended: {error!r}")
         finally:
-            self._service.lose(name, process)
-            with self._lock:
-                self._connections.pop(connection, None)
-            connection.close()
+            with contextlib.closing(connection):
+                with self._lock:
+                    self._connections.pop(connection, None)
+                self._service.lose(name, process)
 
     def _greet(self, connection: socket.socket) -> str:
         hello = request_decoder.decode(receive_body(connection, time.monotonic() + HELLO_S))

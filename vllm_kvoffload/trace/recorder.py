@@ -95,6 +95,22 @@ class TraceRecorder:
         """
         if self._closed:
             return
+        try:
+            self._take(group, topk, query_start_loc, seq_lens, request_ids)
+        except Exception as error:  # no memory, say: a trace is not worth an engine
+            with self._lock:
+                self._dropped += 1
+                if not self._failed:
+                    self._fail(error)
+
+    def _take(
+        self,
+        group: int,
+        topk: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        request_ids: Sequence[str],
+    ) -> None:
         step = self._steps.get(group, 0)
         self._steps[group] = step + 1
         starts = query_start_loc.numpy()
@@ -151,6 +167,7 @@ class TraceRecorder:
             self._writer.close()
         except Exception as error:
             self._fail(error)
+            self._writer.abandon()
             return
         logger.info(
             "Trace %s: %d steps recorded, %d dropped",

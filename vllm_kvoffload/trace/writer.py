@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import struct
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,7 +26,18 @@ from vllm_kvoffload.trace.format import (
 )
 
 MAX_SLOTS = 256  # requests remembered at least, each with 4 * K bytes per group
+_HINTS = {
+    errno.EFBIG: "; RLIMIT_FSIZE limits this process's files: ulimit -f unlimited",
+    errno.EROFS: "; name a file elsewhere, or mount it writable",
+    errno.ENOSPC: "; free space, or name a file elsewhere",
+    errno.EDQUOT: "; raise the user's quota, or name a file elsewhere",
+    errno.EACCES: "; let this user write there, or name a file elsewhere",
+}
 _NOTHING: Ids = np.empty(0, np.int32)
+
+
+def _errno(error: Exception) -> int:
+    return getattr(error, "errno", None) or 0
 
 
 def distinct_ids(topk: Ids) -> tuple[Numbers, Numbers]:
@@ -79,11 +91,13 @@ class TraceWriter:
         self._groups: set[int] = set()
         try:
             self._file = self.path.open("xb")
+            self._file.write(header.encode())
+            self._file.flush()  # a file system that takes nothing says so now
         except FileExistsError as error:
             raise TraceError(f"{path} exists already: move it, or name another file") from error
-        except OSError as error:
-            raise TraceError(f"can't make {path}: {error.strerror}") from error
-        self._file.write(header.encode())
+        except (OSError, ValueError) as error:  # ValueError: a path that can't be one
+            reason = getattr(error, "strerror", None) or error
+            raise TraceError(f"can't make {str(path)!r}: {reason}{_HINTS.get(_errno(error), '')}") from error
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -150,7 +164,9 @@ class TraceWriter:
             if name not in self._slots:
                 slot = self._free_slot(current)
                 self._slots[name] = slot
-                self._file.write(pack_record(REQUEST, struct.pack("<I", slot) + name.encode()))
+                self._file.write(
+                    pack_record(REQUEST, struct.pack("<I", slot) + name.encode(errors="backslashreplace"))
+                )
         return [self._slots[name] for name in request_ids]
 
     def _free_slot(self, current: set[str]) -> int:

@@ -10,8 +10,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
+from typing import Annotated
 
 import msgspec
+import numpy as np
 
 from vllm_kvoffload.transfer.spans import RegionTable, Spans, coalesce
 
@@ -26,12 +28,15 @@ class TransferUnavailableError(TransferError):
     """The engine can't run here; the message says what is missing and how to get it."""
 
 
+Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+
+
 class Region(msgspec.Struct, frozen=True, array_like=True):
     """Memory that may be read into or from. device: "host", or "npu" for device memory."""
 
-    address: int
-    nbytes: int
-    device: str = "host"
+    address: Positive
+    nbytes: Positive
+    device: Annotated[str, msgspec.Meta(max_length=16)] = "host"
 
 
 class PeerHandle(msgspec.Struct, frozen=True):
@@ -117,8 +122,11 @@ class TransferEngine(ABC):
 def prepare(spans: Spans, local: RegionTable, remote: RegionTable) -> Spans:
     """The spans coalesced, once each is known to lie in one registered region of either side.
 
-    Raises TransferError naming the first span that doesn't.
+    Raises TransferError naming the first span that doesn't, or the columns if they are no int64 vectors.
     """
+    columns = (spans.local, spans.remote, spans.nbytes)
+    if any(column.dtype != np.int64 for column in columns):
+        raise TransferError(f"spans of {', '.join(str(column.dtype) for column in columns)}: expected int64")
     for side, table, addresses in (("local", local, spans.local), ("remote", remote, spans.remote)):
         bad = table.find_outside(addresses, spans.nbytes)
         if bad is not None:

@@ -129,6 +129,8 @@ class MemfabricEngine(TransferEngine):
     def add_peer(self, metadata: bytes) -> PeerHandle:
         try:
             decoded = msgspec.msgpack.decode(metadata, type=_Metadata)
+            if len(decoded.regions) > MAX_REGIONS:
+                raise ValueError(f"{len(decoded.regions)} regions")
             table = RegionTable(decoded.regions)
         except (msgspec.MsgspecError, ValueError) as error:
             raise TransferError(f"a peer's metadata are not those of a memfabric engine: {error}") from error

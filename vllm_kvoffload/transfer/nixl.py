@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ from vllm_kvoffload.transfer.base import (
     TransferUnavailableError,
     prepare,
 )
+from vllm_kvoffload.transfer.net_devices import VARIABLE, listening_at
 from vllm_kvoffload.transfer.spans import Int64Array, RegionTable, Spans
 
 MODULES = ("nixl_cu12", "nixl")
@@ -31,10 +33,31 @@ PROGRESS_DELAY_US = 1000
 _MEMORY = {"host": "DRAM"}
 
 
+MAX_REGIONS = 1 << 16
+MAX_BLOB_BYTES = 64 << 20
+"""Of a peer's metadata; a region takes about 200 bytes of NIXL's blob."""
+
+
 class _Metadata(msgspec.Struct, frozen=True, array_like=True, tag="nixl"):
-    agent: str
-    blob: bytes
-    regions: tuple[Region, ...]
+    """digest: of the rest. NIXL's parser of `blob` trusts what it reads: a byte that differs may end the
+    process, so nothing that was damaged on its way may come so far."""
+
+    agent: Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
+    blob: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_BLOB_BYTES)]
+    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_REGIONS)]
+    digest: bytes
+
+    @classmethod
+    def of(cls, agent: str, blob: bytes, regions: tuple[Region, ...]) -> _Metadata:
+        return cls(agent, blob, regions, _digest(agent, blob, regions))
+
+    @property
+    def is_intact(self) -> bool:
+        return self.digest == _digest(self.agent, self.blob, self.regions)
+
+
+def _digest(*parts: object) -> bytes:
+    return hashlib.sha256(msgspec.msgpack.encode(parts)).digest()
 
 
 class _NixlRead(ReadHandle):
@@ -83,8 +106,9 @@ def _patient_progress(nixl: Any) -> Iterator[None]:
 class NixlEngine(TransferEngine):
     """One NIXL agent with the UCX backend.
 
-    What a peer registered travels in its metadata, so that both ends of every span are checked before any
-    byte moves. Over shared memory UCX copies inside `read`; a poll then finds the read done.
+    It listens for peers on the interface of `host`, unless UCX_NET_DEVICES names others. What a peer
+    registered travels in its metadata, so that both ends of every span are checked before any byte moves.
+    Over shared memory UCX copies inside `read`; a poll then finds the read done.
 
     Raises:
         TransferUnavailableError: the package, or its UCX plugin, is not here.
@@ -92,16 +116,18 @@ class NixlEngine(TransferEngine):
 
     name = "nixl"
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, host: str) -> None:
         nixl = _load()
         for logger in MODULES:  # it logs every agent's creation
             logging.getLogger(logger).setLevel(logging.WARNING)
         self._name = f"{role}-{uuid.uuid4().hex}"
-        try:
-            with _patient_progress(nixl):
+        with _patient_progress(nixl), listening_at(host) as devices:
+            try:
                 self._agent: Any = nixl.nixl_agent(self._name, nixl.nixl_agent_config(backends=["UCX"]))
-        except Exception as error:  # NIXL's exceptions have no public base class
-            raise TransferUnavailableError(f"NIXL could not start its UCX backend: {error!r}") from error
+            except Exception as error:  # NIXL's exceptions have no public base class
+                where = f" on {devices}, the devices of {host}; {VARIABLE} names others" if devices else ""
+                text = f"NIXL could not start its UCX backend{where}: {error!r}"
+                raise TransferUnavailableError(text) from error
         if "UCX" not in self._agent.backends:
             raise TransferUnavailableError("this NIXL has no UCX plugin: pip install nixl-cu12==1.5.1")
         self._regions: list[Region] = []
@@ -129,22 +155,26 @@ class NixlEngine(TransferEngine):
 
     def local_metadata(self) -> bytes:
         blob = self._agent.get_agent_metadata()
-        return msgspec.msgpack.encode(_Metadata(self._name, blob, tuple(self._regions)))
+        return msgspec.msgpack.encode(_Metadata.of(self._name, blob, tuple(self._regions)))
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
         try:
             decoded = msgspec.msgpack.decode(metadata, type=_Metadata)
             table = RegionTable(decoded.regions)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise TransferError(f"a peer's metadata are not those of a nixl engine: {error}") from error
+        if not decoded.is_intact:
+            raise TransferError("a peer's metadata were damaged on their way: their digest differs")
         known = self._peers.get(decoded.agent)
         if known is None or known[0] != metadata:
             if known is not None:
                 self.remove_peer(PeerHandle(decoded.agent))
             try:
-                self._agent.add_remote_agent(decoded.blob)
+                added = self._agent.add_remote_agent(decoded.blob)
             except Exception as error:
                 raise TransferError(f"NIXL could not add peer {decoded.agent}: {error!r}") from error
+            if added not in (decoded.agent, decoded.agent.encode()):
+                raise TransferError(f"a peer that calls itself {decoded.agent} is {added!r:.80} to NIXL")
             self._peers[decoded.agent] = (metadata, table)
         return PeerHandle(decoded.agent)
 
@@ -165,9 +195,9 @@ class NixlEngine(TransferEngine):
         if not len(spans):
             handle.finish()
             return handle
-        local = self._agent.get_xfer_descs(_rows(spans.local, spans.nbytes), "DRAM")
-        remote = self._agent.get_xfer_descs(_rows(spans.remote, spans.nbytes), "DRAM")
         try:
+            local = self._agent.get_xfer_descs(_rows(spans.local, spans.nbytes), "DRAM")
+            remote = self._agent.get_xfer_descs(_rows(spans.remote, spans.nbytes), "DRAM")
             handle.native = self._agent.initialize_xfer("READ", local, remote, peer.name)
             self._settle(handle, self._agent.transfer(handle.native))
         except Exception as error:

@@ -23,7 +23,7 @@ def make_engine(name: str, *, role: Role, host: str, device_id: int) -> Transfer
     if name == "nixl":
         from vllm_kvoffload.transfer.nixl import NixlEngine
 
-        return NixlEngine(role)
+        return NixlEngine(role, host)
     if name == "memfabric":
         from vllm_kvoffload.transfer.memfabric import MemfabricEngine
 

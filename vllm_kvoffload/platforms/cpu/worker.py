@@ -25,8 +25,6 @@ class KVOffloadCPUWorker(CPUWorker):
     def init_device(self) -> None:
         self.settings = EngineSettings.of(self.vllm_config, "cpu")
         super().init_device()  # type: ignore[no-untyped-call]
-        if self.use_v2_model_runner:
-            raise NotImplementedError("vllm-kvoffload needs Model Runner V1: unset VLLM_USE_V2_MODEL_RUNNER")
         if self.rank == 0:
             logger.info("%s", self.settings.model.describe())
         # vLLM's worker has no hook for the class, so its own runner, still without a model, is replaced.

@@ -1,0 +1,153 @@
+"""Connections of a control port: which have introduced themselves, and an early end for the others."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+STRANGER_S = 10.0
+"""How long a connection may stay without a `Hello` that has the secret."""
+
+MAX_STRANGERS = 256
+STRANGER_FRAMES = 64
+STRANGER_BYTES = 8 << 20
+"""What a stranger may send. libzmq keeps the parts of a message until the last, however many there are."""
+
+EVENTS_A_ROUND = 2048
+_BYTES_RECEIVED = 128  # offset of tcpi_bytes_received in Linux's struct tcp_info
+
+_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+@dataclass
+class Connection:
+    """session: that has introduced itself over it, "" for a stranger."""
+
+    since: float
+    frames: int = 0
+    session: str = ""
+
+
+class ConnectionGate:
+    """Follows a listening socket's connections by their descriptors, which libzmq names in its events and
+    with every frame. It closes none, since they are libzmq's: it shuts them down, and libzmq closes them.
+
+    Args:
+        listener: bound or not. port: where it listens, known once it is bound.
+
+    Attributes:
+        closed: connections of strangers that were ended. failed: handshakes that failed.
+    """
+
+    def __init__(self, listener: zmq.Socket[bytes], port: int) -> None:
+        self.closed = self.failed = 0
+        self._listener, self._port = listener, port
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILED
+        self.monitor: zmq.Socket[bytes] = listener.get_monitor_socket(events)
+        self._connections: dict[int, Connection] = {}
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    @property
+    def strangers(self) -> int:
+        """Connections that have not introduced themselves."""
+        return sum(not connection.session for connection in self._connections.values())
+
+    def watch(self, now: float) -> None:
+        """Takes libzmq's events. To be called before each frame: a descriptor may be another connection's by
+        then."""
+        for _ in range(EVENTS_A_ROUND):
+            try:
+                event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._connections[int(event["value"])] = Connection(now)
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                self._connections.pop(int(event["value"]), None)
+            else:
+                self.failed += 1
+
+    def frame(self, now: float, descriptor: int) -> str:
+        """A frame came over a connection. Returns whose it is, "" for a stranger's."""
+        connection = self._connections.setdefault(descriptor, Connection(now))
+        connection.frames += 1
+        return connection.session
+
+    def introduced(self, descriptor: int, session: str) -> None:
+        """The secret came over a connection."""
+        if descriptor in self._connections:
+            self._connections[descriptor].session = session
+
+    def refuse(self, descriptor: int) -> None:
+        """Ends a connection, if it is a stranger's."""
+        connection = self._connections.get(descriptor)
+        if connection is not None and not connection.session:
+            self._shut(descriptor)
+
+    def tick(self, now: float) -> None:
+        """Ends the connections of strangers that are too old, too many, or said too much."""
+        strangers = [(fd, c) for fd, c in self._connections.items() if not c.session]
+        excess = len(strangers) - MAX_STRANGERS
+        for number, (descriptor, connection) in enumerate(strangers):  # the oldest first
+            old = now - connection.since >= STRANGER_S or connection.frames > STRANGER_FRAMES
+            if number < excess or old or self._received(descriptor) > STRANGER_BYTES:
+                self._shut(descriptor)
+
+    def close(self) -> None:
+        """Before the listener is closed."""
+        self._listener.disable_monitor()
+        self.monitor.close(linger=0)
+
+    def _shut(self, descriptor: int) -> None:
+        self._connections.pop(descriptor, None)
+        connection = self._own(descriptor)
+        if connection is not None:
+            with connection:
+                self.closed += 1
+                try:
+                    connection.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    return  # it has ended by itself
+
+    def _received(self, descriptor: int) -> int:
+        connection = self._own(descriptor)
+        if connection is None:
+            return 0
+        with connection:
+            try:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+            except OSError:
+                return 0
+        return int(struct.unpack_from("Q", info, _BYTES_RECEIVED)[0]) if len(info) >= 136 else 0
+
+    def _own(self, descriptor: int) -> socket.socket | None:
+        """A duplicate, if the descriptor still is a connection of this port: libzmq may have closed it, and
+        another thread may have opened something else under that number."""
+        try:
+            copy = os.dup(descriptor)
+        except OSError:
+            return None
+        try:
+            connection = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            return None
+        try:
+            connection.getpeername()
+            if connection.getsockname()[1] == self._port:
+                return connection
+        except (OSError, IndexError, TypeError):
+            pass
+        connection.close()
+        return None

@@ -1,0 +1,72 @@
+"""CURVE for the control sockets: one key that both engines have, so that no one else can speak or listen."""
+
+from __future__ import annotations
+
+import hmac
+
+import zmq
+from zmq.utils import z85
+
+from vllm_kvoffload.settings.errors import ConfigError
+
+_ZAP = "inproc://zeromq.zap.01"
+
+
+class ControlKey:
+    """A key pair from a secret key, 32 bytes as 64 hex digits; both sides use the same pair.
+
+    Raises ConfigError: the key is none, or this libzmq has no CURVE.
+    """
+
+    def __init__(self, secret: str) -> None:
+        try:
+            raw = bytes.fromhex(secret.strip())
+        except ValueError:
+            raw = b""
+        if len(raw) != 32:
+            rule, fix = "the file must hold 32 bytes as 64 hex digits", "openssl rand -hex 32 > FILE"
+            raise ConfigError("control_key_file", "(not shown)", rule, fix)
+        if not zmq.has("curve"):
+            rule, fix = "this libzmq was built without CURVE", "install pyzmq from a wheel, or unset it"
+            raise ConfigError("control_key_file", "(not shown)", rule, fix)
+        self._secret = z85.encode(raw)
+        self._public = zmq.curve_public(self._secret)
+        self.public = z85.decode(self._public)
+
+    def serve(self, socket: zmq.Socket[bytes]) -> None:
+        """For the listening side, before it is bound; needs a `Gatekeeper` in its context."""
+        socket.curve_server = True
+        socket.curve_secretkey = self._secret
+
+    def connect(self, socket: zmq.Socket[bytes]) -> None:
+        """For the side that connects, before it does."""
+        socket.curve_secretkey, socket.curve_publickey = self._secret, self._public
+        socket.curve_serverkey = self._public
+
+
+class Gatekeeper:
+    """Lets the holders of one key in: libzmq asks it about every connection of a context (ZAP, RFC 27).
+
+    CURVE alone would let in whoever knows the public key.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], key: ControlKey) -> None:
+        self._public = key.public
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self.socket.bind(_ZAP)
+
+    def answer(self) -> None:
+        """What was asked since the last call."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(flags=zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            version, request = (*frames, b"", b"")[:2]
+            same = len(frames) == 7 and frames[5] == b"CURVE" and hmac.compare_digest(frames[6], self._public)
+            status = [b"200", b"OK"] if same else [b"400", b"another key"]
+            self.socket.send_multipart([version, request, *status, b"", b""])
+
+    def close(self) -> None:
+        """Connections are refused from now on."""
+        self.socket.close(linger=0)

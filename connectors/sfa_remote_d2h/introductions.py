@@ -1,0 +1,99 @@
+"""Who may become a peer of a decode rank, and which requests were declined before they were known. Pure."""
+
+from __future__ import annotations
+
+import hmac
+from collections import OrderedDict
+from collections.abc import Mapping
+
+import msgspec
+
+from vllm_kvoffload.connectors.sfa_remote_d2h.facts import differences, digest_of
+from vllm_kvoffload.connectors.sfa_remote_d2h.wire import Declined, Hello
+
+MAX_PEERS = 1024
+"""Prefill ranks that a decode rank knows at a time."""
+
+DECLINES_KEPT = 1024
+OVER_KEPT = 4096
+
+
+class Door:
+    """Lets in whoever knows this start's secret and has the same model and layout.
+
+    secret: "" while it is not known here; then it opens for none. facts: see `Layout.facts`.
+    """
+
+    def __init__(self, facts: Mapping[str, str], tp_size: int, tp_rank: int) -> None:
+        self.secret = ""
+        self._facts, self._digest = dict(facts), digest_of(facts)
+        self._tp_size, self._tp_rank = tp_size, tp_rank
+
+    def opens(self, secret: str) -> bool:
+        """Whether this is the secret; how long that takes says nothing about it."""
+        return bool(self.secret) and hmac.compare_digest(secret.encode(), self.secret.encode())
+
+    def refusal(self, hello: Hello) -> str:
+        """Why a session can't be a peer, "" if it can."""
+        if hello.digest != self._digest:
+            named = differences(hello.facts, self._facts)
+            return f"prefill and decode differ in {named or 'what their digests are made of'}"
+        if hello.tp_size < self._tp_size or hello.tp_size % self._tp_size:
+            return f"prefill has TP {hello.tp_size}, which is no multiple of decode's {self._tp_size}"
+        if hello.tp_rank // (hello.tp_size // self._tp_size) != self._tp_rank:
+            return f"prefill rank {hello.tp_rank} does not serve decode rank {self._tp_rank}"
+        return ""
+
+
+def same_rank(known: Hello, hello: Hello) -> bool:
+    """Whether two introductions are the same; the secret is decode's, not theirs."""
+    return known == msgspec.structs.replace(hello, secret=known.secret)
+
+
+class Declines:
+    """`Declined` messages that came before their requests did.
+
+    Of a request that ended here lately none is kept: each of prefill's ranks sends one, and those that come
+    after the end must not meet the next request of that name.
+
+    Args:
+        keep_s: how long one is kept, and an end is remembered.
+    """
+
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._kept: OrderedDict[tuple[str, bytes], tuple[float, Declined]] = OrderedDict()
+        self._over: OrderedDict[tuple[str, bytes], float] = OrderedDict()
+        self._now = 0.0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, now: float, message: Declined) -> None:
+        """For a request that is not known."""
+        key = (message.request, message.prompt)
+        if now - self._over.get(key, float("-inf")) >= self._keep_s:
+            self._kept.pop(key, None)
+            self._kept[key] = (now, message)
+        while len(self._kept) > DECLINES_KEPT:
+            self._kept.popitem(last=False)
+
+    def take(self, now: float, request: str, prompt: bytes) -> Declined | None:
+        """What was said of a request that is known now."""
+        kept = self._kept.pop((request, prompt), None)
+        return kept[1] if kept is not None and now - kept[0] < self._keep_s else None
+
+    def over(self, request: str, prompt: bytes) -> None:
+        """A request has ended, at about the time of the last tick."""
+        self._over.pop((request, prompt), None)
+        self._over[request, prompt] = self._now
+        while len(self._over) > OVER_KEPT:
+            self._over.popitem(last=False)
+
+    def forget_old(self, now: float) -> None:
+        """Drops what was kept for too long."""
+        self._now = now
+        while self._kept and now - next(iter(self._kept.values()))[0] >= self._keep_s:
+            self._kept.popitem(last=False)
+        while self._over and now - next(iter(self._over.values())) >= self._keep_s:
+            self._over.popitem(last=False)

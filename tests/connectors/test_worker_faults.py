@@ -1,0 +1,367 @@
+"""What peers, strangers and bad addresses cost: over real sockets."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import msgspec
+import pytest
+import zmq
+from pd_bench import HOST, Bench, metadata
+
+from vllm_kvoffload.connectors.sfa_remote_d2h import connection_gate, wire, worker_p
+from vllm_kvoffload.connectors.sfa_remote_d2h.curve import ControlKey
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure
+from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.transfer import TransferError
+
+KEYS = ("5e" * 32, "6e" * 32)
+
+
+@pytest.fixture
+def bench():
+    made = Bench()
+    yield made
+    made.close()
+
+
+def receives(bench, req_id="good"):
+    bench.expect(req_id, [9, 8])
+    bench.compute(req_id, [[0, 1]], 2)
+    assert bench.wait(req_id) == set()
+    bench.check([9, 8], [0, 1])
+
+
+def until(condition, seconds=15.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+# ------------------------------------------------------------------------------ what was not read
+
+
+@pytest.mark.parametrize("error", [TransferError("no such memory"), RuntimeError("a bug"), OverflowError()])
+def test_memory_that_cannot_be_read_fails_the_request_by_name(bench, error):
+    """It was taken as read: wrong tokens."""
+
+    def add_peer(_metadata):
+        raise error
+
+    good, bench.decode_engine.add_peer = bench.decode_engine.add_peer, add_peer
+    bench.expect("r", [3, 4])
+    bench.compute("r", [[0, 1]], 2)
+    assert bench.wait("r") == {3, 4}
+    assert bench.failures["r"].failure == "mismatch"
+    assert bench.failures["r"].reason.startswith("decode can't read prefill's memory")
+    assert not bench.decode.consumer.peers
+    bench.decode_engine.add_peer = good
+    bench.prefill.producer.links.clear()  # else prefill asks again after REFUSED_S
+    receives(bench)
+
+
+def test_layers_of_another_size_than_the_digest_says(bench):
+    producer = bench.prefill.producer
+    layers = tuple(msgspec.structs.replace(layer, main=((4096, 64, 64),)) for layer in producer.hello.layers)
+    producer.hello = msgspec.structs.replace(producer.hello, layers=layers)
+    bench.expect("r", [3, 4])
+    bench.compute("r", [[0, 1]], 2)
+    assert bench.wait("r") == {3, 4}
+    assert bench.failures["r"] == Failure(
+        "prefill has other layers than its digest says", "mismatch", producer.hello.digest
+    )
+
+
+def test_a_read_counts_by_its_bytes(bench):
+    read, short = bench.decode_engine.read, [True]
+
+    def less(peer, spans):
+        handle = read(peer, spans)
+        handle.nbytes -= short[0]
+        return handle
+
+    bench.decode_engine.read = less
+    bench.expect("r", [3, 4])
+    bench.compute("r", [[0, 1]], 2)
+    assert bench.wait("r") == {3, 4}
+    assert bench.failures["r"].failure == "read"
+    assert "bytes were read" in bench.failures["r"].reason
+    short[0] = False
+    receives(bench)
+
+
+def test_a_source_that_is_missing_is_an_error(bench):
+    receives(bench)
+    bench.decode._reads._sources.clear()
+    bench.expect("r", [3, 4])
+    bench.compute("r", [[0, 1]], 2)
+    assert bench.wait("r") == {3, 4}
+    assert "prefill's memory is not known" in bench.failures["r"].reason
+
+
+@pytest.mark.parametrize("method", ["read", "poll", "cancel", "remove_peer"])
+def test_an_engine_that_raises_costs_one_request(bench, method, monkeypatch):
+    monkeypatch.setattr("vllm_kvoffload.connectors.sfa_remote_d2h.reads.QUIET_S", 0.2)
+    good = getattr(bench.decode_engine, method)
+
+    def bad(*_args):
+        raise RuntimeError("a bug")
+
+    setattr(bench.decode_engine, method, bad)
+    bench.expect("r", [3, 4])
+    bench.compute("r", [[0, 1]], 2, whole=method != "cancel")
+    if method in ("read", "poll"):
+        assert bench.wait("r") == {3, 4}
+        assert "a bug" in bench.failures["r"].reason
+    elif method == "remove_peer":
+        assert bench.wait("r") == set()
+        with bench.decode.lock:
+            (session,) = bench.decode.consumer.peers
+            bench.decode.consumer._forget(time.monotonic(), session)
+        until(lambda: bench.decode._reads.errors)
+    else:
+        until(lambda: "r" in bench.decode.finish_step({"r"}).done)
+    setattr(bench.decode_engine, method, good)
+    receives(bench)
+
+
+def test_an_error_of_a_round_ends_no_thread(bench):
+    tick, failed = bench.decode.consumer.tick, []
+
+    def bad(_now):
+        failed.append(1)
+        raise RuntimeError("a bug")
+
+    bench.decode.consumer.tick = bench.prefill.producer.tick = bad
+    until(lambda: len(failed) > 4)
+    bench.decode.consumer.tick = tick
+    del bench.prefill.producer.tick
+    receives(bench)
+    bench.wait_metrics("decode", control_errors=bench.decode.errors)
+    assert bench.decode.errors > 0
+
+
+# ------------------------------------------------------------------------------ secrets and keys
+
+
+def hello_of(bench, **changes):
+    hello = msgspec.structs.replace(bench.prefill.producer.hello, session="stranger", **changes)
+    return wire.encode(hello)
+
+
+def test_a_strangers_metadata_never_reach_the_transfer_engine(bench):
+    """They crash NIXL's parser, and decode with it."""
+    seen, add_peer = [], bench.decode_engine.add_peer
+    bench.decode_engine.add_peer = lambda data: (seen.append(data), add_peer(data))[1]
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.setsockopt(zmq.IDENTITY, b"stranger")
+    stranger.connect(f"tcp://{HOST}:{bench.port}")
+    for secret in ("", "guessed", bench.secret[:-1], bench.secret.upper()):
+        stranger.send(hello_of(bench, metadata=b"\xff" * 99, secret=secret))
+    receives(bench)
+    until(lambda: bench.decode.frames_refused >= 4)
+    assert seen == [bench.prefill.producer.hello.metadata]
+    assert not stranger.poll(300), "a stranger gets no answer"
+    context.destroy(linger=0)
+
+
+def test_a_peers_session_is_of_no_use_without_its_secret(bench):
+    """Who overheard it can't speak for the peer: each connection introduces itself."""
+    bench.expect("r", [3, 4])
+    bench.compute("r", [[0]], 2, whole=False)
+    bench.wait_metrics("decode", **{"receives.reading": 1})
+    session = bench.prefill.producer.hello.session
+    for _ in range(3):
+        bench.decode._receive(
+            time.monotonic(), session.encode(), wire.encode(wire.Closed(session, 1, "forged", False)), -5
+        )
+    time.sleep(0.2)
+    assert "r" in bench.decode.consumer.live
+    bench.prefill.drop(metadata.PrefillMetadata(dropped=[("r", False)]))
+    assert bench.wait("r") == {3, 4}
+    assert "forged" not in bench.failures["r"].reason
+
+
+@pytest.mark.parametrize("keys", [(KEYS[0], KEYS[0]), (KEYS[0], KEYS[1]), (None, KEYS[0]), (KEYS[0], None)])
+def test_control_keys(keys, caplog, monkeypatch):
+    monkeypatch.setattr(worker_p, "SILENT_S", 0.5)
+    monkeypatch.setattr("vllm_kvoffload.connectors.sfa_remote_d2h.producer.SILENT_S", 0.5)
+    bench = Bench(keys)
+    try:
+        if keys[0] == keys[1]:
+            receives(bench)
+            return
+        bench.expect("r", [3, 4])
+        bench.compute("r", [[0, 1]], 2)
+        assert bench.wait_freed()[0] == {"r"}
+        assert bench.wait("r", 20) == {3, 4}
+        assert not bench.decode.consumer.peers
+        assert bench.decode.bytes_read == 0
+        said = [record.message for record in caplog.records]
+        assert sum("has not answered" in text and "control_key_file" in text for text in said) == 1
+        assert sum("connection to the control port failed" in text for text in said) == 1
+    finally:
+        bench.close()
+
+
+def test_the_public_key_alone_lets_none_in():
+    """CURVE itself lets in whoever knows the server's public key."""
+    keyed, context = Bench((KEYS[0], KEYS[0])), zmq.Context()
+    try:
+        client = context.socket(zmq.DEALER)
+        client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
+        client.curve_serverkey = ControlKey(KEYS[0])._public
+        client.connect(f"tcp://{HOST}:{keyed.port}")
+        client.send(b"x")
+        receives(keyed)
+        until(lambda: keyed.decode._gate.failed)
+        assert keyed.decode.frames_refused == 0
+    finally:
+        context.destroy(linger=0)
+        keyed.close()
+
+
+@pytest.mark.parametrize("key", ["", "xyz", "5e" * 31, "5e" * 33])
+def test_a_key_that_is_none_is_named_but_not_shown(key):
+    with pytest.raises(ConfigError, match="control_key_file") as error:
+        ControlKey(key)
+    assert "5e5e" not in str(error.value)
+
+
+# ------------------------------------------------------------------------------ addresses
+
+
+@pytest.mark.parametrize("host", ["*", "decode_1:20150/x y", "a..b", "x" * 64, "☃", "a\0b", "0.0.0.0", ""])
+def test_a_bad_host_costs_its_own_transfers(bench, host, caplog):
+    """libzmq refuses some of them: what else was to be sent was lost with it."""
+    for number in range(3):
+        bench.compute(f"bad{number}", [[5]], 1, host=host)
+    receives(bench)
+    freed = set()
+    end = time.monotonic() + 3
+    while len(freed) < 4 and time.monotonic() < end:
+        freed |= bench.prefill.take_free()
+        time.sleep(0.01)
+    assert freed == {"bad0", "bad1", "bad2", "good"}
+    bench.wait_metrics("prefill", **{"transfers_closed.unreachable": 3})
+    lines = [record.message for record in caplog.records if "can't be talked to" in record.message]
+    assert len(lines) == 1
+    assert lines[0].isprintable()
+    assert bench.prefill.errors == 0
+
+
+def test_many_endpoints_are_bounded(bench, monkeypatch):
+    """1,100 of them reach libzmq's limit of sockets, which then every other connection hits."""
+    monkeypatch.setattr(worker_p, "MAX_ENDPOINTS", 8)
+    receives(bench)
+    for number in range(40):
+        bench.compute(f"dead{number}", [[5]], 1, host=f"127.0.1.{number + 1}", port=9)
+    time.sleep(0.3)
+    assert len(bench.prefill._sockets) <= 8
+    assert len(bench.prefill.producer.links) <= 48
+    bench.wait_metrics("prefill", **{"transfers_closed.unreachable": 32})
+    until(lambda: not bench.prefill.producer.open_requests)
+    receives(bench, "later")
+    assert len(bench.prefill._sockets) <= 8
+
+
+# ------------------------------------------------------------------------------ the control port
+
+
+def test_strangers_connections_end(bench, monkeypatch):
+    monkeypatch.setattr(connection_gate, "STRANGER_S", 1.0)
+    monkeypatch.setattr(connection_gate, "MAX_STRANGERS", 4)
+    receives(bench)
+    context = zmq.Context()
+    silent = [socket.create_connection((HOST, bench.port)) for _ in range(12)]
+    until(lambda: bench.decode._gate.closed >= 8)
+    speakers = [context.socket(zmq.DEALER) for _ in range(2)]
+    for speaker in speakers:
+        speaker.setsockopt(zmq.RECONNECT_IVL, -1)
+        speaker.connect(f"tcp://{HOST}:{bench.port}")
+    receives(bench, "meanwhile")
+    until(lambda: bench.decode._gate.closed >= 14)
+    until(lambda: bench.decode._gate.strangers == 0)
+    bench.wait_metrics("decode", strangers_closed=bench.decode._gate.closed)
+    for connection in silent:
+        connection.settimeout(5)
+        while connection.recv(100):
+            pass
+        connection.close()
+    time.sleep(1.5)
+    assert len(bench.decode._gate) == 1, "the peer's stays"
+    receives(bench, "after")
+    context.destroy(linger=0)
+
+
+def test_a_message_without_an_end_is_ended(bench, monkeypatch):
+    """libzmq keeps the parts of a message until the last: none is seen here before."""
+    monkeypatch.setattr(connection_gate, "STRANGER_BYTES", 1 << 20)
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.setsockopt(zmq.RECONNECT_IVL, -1)
+    stranger.setsockopt(zmq.SNDTIMEO, 2000)
+    stranger.connect(f"tcp://{HOST}:{bench.port}")
+    for _ in range(40):
+        stranger.send(b"x" * 100_000, zmq.SNDMORE)
+    stranger.send(b"x")
+    until(lambda: bench.decode._gate.closed, 5)
+    receives(bench)
+    context.destroy(linger=0)
+
+
+def test_large_and_many_parts(bench, caplog):
+    context = zmq.Context()
+    for parts in ([b"x" * (wire.MAX_FRAME_BYTES + 1)], [b"\nERROR forged"] * 50, [b"\x03" + b"\n" * 100_000]):
+        stranger = context.socket(zmq.DEALER)
+        stranger.setsockopt(zmq.IDENTITY, b"\nforged\xff")
+        stranger.setsockopt(zmq.RECONNECT_IVL, -1)
+        stranger.connect(f"tcp://{HOST}:{bench.port}")
+        stranger.send_multipart(parts)
+        time.sleep(0.2)
+    receives(bench)
+    lines = [record.message for record in caplog.records if "prefill rank" in record.message]
+    assert len(lines) == bench.decode.frames_refused == 2
+    assert all(line.isprintable() and len(line) < 700 for line in lines)
+    context.destroy(linger=0)
+
+
+def test_a_flood_of_bad_frames_is_one_line(bench, caplog):
+    for _ in range(500):
+        bench.decode._receive(time.monotonic(), b"x", b"\x03rubbish", -3)
+    assert bench.decode.frames_refused == 500
+    assert sum("prefill rank" in record.message for record in caplog.records) == 1
+
+
+def test_another_version_is_named_on_both_sides(bench, caplog, monkeypatch):
+    monkeypatch.setattr(worker_p, "encode", lambda message: b"\x02" + wire.encode(message)[1:])
+    bench.expect("r", [3, 4])
+    bench.compute("r", [[0, 1]], 2)
+    until(lambda: bench.decode.frames_refused)
+    assert any("version 2, this side speaks 3" in record.message for record in caplog.records)
+    monkeypatch.undo()
+    now = time.monotonic()
+    bench.prefill._receive(now, (HOST, bench.port), b"\x04" + wire.encode(wire.HelloAck("d", "p"))[1:])
+    assert bench.wait_freed(2.0)[0] == {"r"}
+    assert any("decode rank" in r.message and "version 4" in r.message for r in caplog.records)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_thread_says_so(bench, caplog):
+    def end(_ready, _now):
+        raise SystemExit
+
+    bench.prefill._round = end
+    bench.prefill.wake()
+    until(lambda: any("no KV is handed over any more" in record.message for record in caplog.records))
+
+
+def test_a_rendezvous_that_fits_no_tp_is_declined_at_once(bench):
+    bench.expect("r", [3, 4])
+    bench.compute("r", [[0, 1]], 2, tp_size=2)
+    assert bench.wait("r", 3.0) == {3, 4}
+    assert bench.failures["r"].failure == "mismatch"
+    assert "prefill has TP 1, decode TP 2" in bench.failures["r"].reason

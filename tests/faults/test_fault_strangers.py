@@ -1,0 +1,175 @@
+"""Strangers at the control port, bad addresses in requests, and resets: requests beside them are right."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import fault_strangers as strangers
+import pytest
+from fault_client import Client
+from fault_cluster import BLOCK_TOKENS, LEASE_S, REQUEST_S, metrics
+from fault_report import PHASES
+from fault_scene import BEFORE, DEADLINE_S, PULLING, STREAMING, WAITING, Scene, together, wait_for
+
+from vllm_kvoffload.demo.processes import session_and_descendants
+from vllm_kvoffload.demo.server import HOST, free_port
+
+pytestmark = pytest.mark.slow
+FULL = pytest.mark.faults_full
+BOUND_BYTES = 48 << 20
+"""Decode's worker may need so much more at a time, which is less than one of the huge frames has."""
+
+
+# ------------------------------------------------------------------------------------- the control port
+
+
+@contextmanager
+def memory_bounded(cluster, name):
+    """No process of the server takes BOUND_BYTES more than at the start, at any time."""
+
+    def rss():
+        return {
+            process.pid: int(Path(f"/proc/{process.pid}/statm").read_text(encoding="utf-8").split()[1]) * 4096
+            for process in session_and_descendants(cluster.servers[name].pid)
+        }
+
+    before, most, stop = rss(), {}, threading.Event()
+
+    def look():
+        while not stop.wait(0.02):
+            for pid, value in rss().items():
+                most[pid] = max(most.get(pid, 0), value)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    grown = {pid: value - before[pid] for pid, value in most.items() if pid in before}
+    assert max(grown.values()) < BOUND_BYTES, f"{name} grew by {grown} bytes"
+
+
+@pytest.mark.parametrize("secret", [False, True], ids=["stranger", "secret"])
+def test_frames_at_the_control_port(cluster, secret):
+    """Garbage, corrupt and false introductions, once also from one who has seen a rendezvous."""
+    who = "one who knows the secret" if secret else "a stranger"
+    with Scene(cluster, f"control port: frames of {who}", PHASES) as scene:
+        asked = scene.add(WAITING, cluster.client(300)).start()
+        assert asked.join(DEADLINE_S)
+        known = cluster.hop.secret if secret else ""
+        # Who has the secret may introduce itself as any prefill server: it is trusted with that.
+        true = None if secret else strangers.learn_hello(cluster.ports["prefill"])
+        assert secret == (true is None)
+
+        def act(seed=7):
+            strangers.frames(cluster.kv_port, random.Random(seed), known, true)
+
+        scene.all_phases(act, "prefill", "decode")
+        for seed in range(2):
+            act(seed)
+            strangers.raw_garbage(cluster.kv_port, random.Random(seed))
+
+
+def test_many_and_huge_at_the_control_port(cluster):
+    """A flood of frames, huge ones, and connections that say nothing."""
+    with Scene(cluster, "control port: flood, huge frames, 300 connections", PHASES) as scene:
+        scene.bystanders("prefill", "decode")
+        streams = scene.streams()
+        idlers = strangers.Idlers([cluster.kv_port], 300)
+        with memory_bounded(cluster, "decode"):
+            strangers.huge(cluster.kv_port, random.Random(1))
+            strangers.flood(cluster.kv_port, random.Random(2))
+            for client in together(3, lambda n: cluster.client((300, 900, 1700)[n])):
+                scene.add(PULLING, client)
+                assert client.join(DEADLINE_S)
+        assert not streams.error
+        idlers.close()
+
+
+# -------------------------------------------------------------------------------------------- addresses
+
+
+@pytest.mark.parametrize("host", [*strangers.BAD_HOSTS[:3], *(pytest.param(h, marks=FULL) for h in strangers.BAD_HOSTS[3:])], ids=repr)  # fmt: skip # noqa: E501
+def test_rendezvous_with_a_bad_host(cluster, host):
+    """One request's prefill is sent to it: that request ends with an error, those beside it are right."""
+    with Scene(cluster, f"remote_host {host[:20]!r} in a rendezvous", (PULLING,)) as scene:
+        cluster.hop.plan(changes={"remote_host": host})
+        bad = scene.add(WAITING, cluster.client(300)).start()
+        wait_for(lambda: not cluster.hop.planned, "decode did not post")
+        for client in together(3, lambda n: cluster.client(300 + 300 * n)):
+            scene.add(PULLING, client)
+        assert bad.join(REQUEST_S / 2), "it ends at once, or by the lease"
+        assert bad.verdict([]) == "error"
+
+
+@pytest.mark.parametrize("what", ["remote_host", pytest.param("other fields", marks=FULL)])
+def test_prefill_asked_with_bad_parameters(cluster, what):
+    """Straight to prefill, many at a time: whatever becomes of them, those through the proxy are right."""
+    with Scene(cluster, f"bad {what} straight to prefill", (PULLING,)) as scene:
+        scene.bystanders("prefill", "decode")
+        asked = strangers.for_prefill(free_port())
+        hosts = [params for params in asked if params.get("remote_host") != HOST]
+        bad = [
+            scene.add(BEFORE, cluster.client(100, to="prefill", kv_transfer_params=params)).start()
+            for params in asked
+            if (params in hosts) == (what == "remote_host")
+        ]
+        for client in together(3, lambda n: cluster.client(300 + 300 * n)):
+            scene.add(PULLING, client)
+        for client in bad:
+            assert client.join(DEADLINE_S)
+
+
+def test_decode_asked_with_bad_parameters(cluster):
+    """Straight to decode: each ends with an error, by its own deadlines; no engine dies of it."""
+    with Scene(cluster, "bad kv_transfer_params straight to decode", (PULLING, STREAMING)) as scene:
+        scene.bystanders("prefill", "decode")
+        scene.streams()
+        bad = [
+            Client(cluster.ports["decode"], cluster.prompt(100), 4, kv_transfer_params=params).start()
+            for params in strangers.for_decode()
+        ]
+        for client in together(3, lambda n: cluster.client(300 + 300 * n)):
+            scene.add(PULLING, client)
+        for client in bad:
+            assert client.join(DEADLINE_S)
+            if client.complete:  # without a transfer decode computes the prompt itself
+                scene.other(client)
+
+
+# ------------------------------------------------------------------------------------------------ reset
+
+
+def test_reset(cluster):
+    """vLLM's own call: decode's and prefill's caches are empty afterwards, also a moment after a hand-off."""
+    with Scene(cluster, "reset of both engines", (BEFORE,)) as scene:
+        first = scene.add(BEFORE, cluster.client(4 * BLOCK_TOKENS + 1)).start()
+        assert first.join(DEADLINE_S)
+        begin = time.monotonic()
+        for name in ("prefill", "decode"):
+            wait_for(lambda name=name: cluster.reset(name), f"{name} refuses", LEASE_S)
+        assert time.monotonic() - begin < LEASE_S
+        hits = {name: _hits(cluster, name) for name in ("prefill", "decode")}
+        again = Client(cluster.ports["proxy"], first.prompt, first.max_tokens)
+        assert scene.add(BEFORE, again).start().join(DEADLINE_S)
+        assert {name: _hits(cluster, name) for name in hits} == hits, "something was still cached"
+
+
+def test_reset_under_load(cluster):
+    """It may say no, and hurts no request."""
+    with Scene(cluster, "reset while requests run", PHASES) as scene:
+        scene.all_phases(lambda: [cluster.reset(name) for name in ("prefill", "decode")], "prefill", "decode")
+        for _ in range(5):
+            for name in ("prefill", "decode"):
+                cluster.reset(name)
+            time.sleep(0.2)
+
+
+def _hits(cluster, name):
+    return metrics(cluster.ports[name])["vllm:prefix_cache_hits_total"]

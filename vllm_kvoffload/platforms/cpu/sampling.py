@@ -1,0 +1,79 @@
+"""Sampling with a temperature on CPU, where vLLM 0.32 has three faults that a request can meet.
+
+- vLLM samples for every request of a step, even for one whose prompt isn't complete, and discards that token.
+  So that it costs no random numbers, vLLM then winds the request's generator back by an offset: a CPU
+  generator has none, and one request with a seed and a long prompt ends the engine.
+- With drafts, a step without any goes through the rejection sampler, whose top-k ends the engine for want of
+  a row to take it from.
+- With drafts, the values of each request (temperature, top-k, top-p) are written for its drafts into a copy
+  of another type, which is dropped: drafts are judged by uninitialised memory, or end the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+EXPAND_KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
+
+
+def expand_kernel(
+    output: torch.Tensor,
+    values: torch.Tensor,
+    ends: torch.Tensor,
+    replace_from: float,
+    replace_to: float,
+    *_: object,
+) -> None:
+    """Writes a value of each request for each of its tokens: vLLM's kernel in plain torch, for any type.
+
+    output: (tokens,). values: (requests,), where `replace_from` counts as `replace_to`. ends: (requests,),
+    the number of tokens up to and including each request's.
+    """
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts))
+
+
+class SoundCPUModelRunner(CPUModelRunner):
+    """vLLM's CPU runner without these faults.
+
+    A discarded token draws nothing from its request's generator, so that a seed gives the same tokens however
+    the prompt is cut, also when a preempted request comes back.
+    """
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # vLLM decorates it
+        with self._generators_of_discarded_set_aside():
+            return super().sample_tokens(*args, **kwargs)
+
+    @contextmanager
+    def _generators_of_discarded_set_aside(self) -> Iterator[None]:
+        """Takes them out of the batch: a row without a generator draws from torch's default one.
+
+        The sampler and the rejection sampler read the same dict. Rows don't move before the next step.
+        """
+        batch = self.input_batch
+        generators: dict[int, torch.Generator] = batch.generators
+        discarded = self.discard_request_mask.np[: batch.num_reqs]
+        aside = {row: generators.pop(row) for row in list(generators) if discarded[row]}
+        try:
+            yield
+        finally:
+            generators.update(aside)
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        drafts = spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens)
+        return super()._sample(logits, spec_decode_metadata if drafts else None)
+
+
+class SoundCPUWorker(CPUWorker):
+    """vLLM's CPU worker with :class:`SoundCPUModelRunner`."""
+
+    def init_device(self) -> None:
+        super().init_device()  # type: ignore[no-untyped-call]
+        if type(self.model_runner) is CPUModelRunner:  # else another runner, which doesn't share the faults
+            self.model_runner = SoundCPUModelRunner(self.vllm_config, torch.device("cpu"))

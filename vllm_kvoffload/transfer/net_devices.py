@@ -1,0 +1,80 @@
+"""Which network devices UCX may use, so that an engine listens where its peers are told to find it.
+
+UCX opens a TCP listener on every interface of the machine. `UCX_NET_DEVICES` limits that; it says nothing of
+shared memory, which stays in use between processes of one machine.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vllm_kvoffload.log import get_logger
+
+VARIABLE = "UCX_NET_DEVICES"
+
+logger = get_logger(__name__)
+
+
+def interface_of(host: str) -> str | None:
+    """Name of the interface that has an address of this machine; None for an address that none has."""
+    import psutil  # type: ignore[import-untyped]  # vLLM brings it
+
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None)} if host else set()
+        wanted = {ipaddress.ip_address(str(address).partition("%")[0]) for address in found}
+    except (OSError, ValueError, UnicodeError):
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        for entry in addresses:
+            if entry.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            address = ipaddress.ip_address(entry.address.partition("%")[0])
+            # All of 127.0.0.0/8 is the loopback interface's.
+            if address in wanted or (address.is_loopback and any(one.is_loopback for one in wanted)):
+                return str(name).partition(":")[0]  # an alias belongs to the device before the colon
+    return None
+
+
+def ucx_devices(host: str, root: Path = Path("/")) -> str | None:
+    """Value of UCX_NET_DEVICES for an engine at `host`; None for one that no interface has.
+
+    RDMA devices stay in use, all of them: their endpoints are no TCP ports, and they may be on a network of
+    their own.
+    """
+    interface = interface_of(host)
+    if interface is None:
+        return None
+    ports = sorted((root / "sys/class/infiniband").glob("*/ports/*"))
+    return ",".join([interface, *(f"{port.parent.parent.name}:{port.name}" for port in ports)])
+
+
+@contextmanager
+def listening_at(host: str) -> Iterator[str]:
+    """UCX contexts made meanwhile use the devices of `host` only; yields their names.
+
+    "" where UCX is left alone: the user has set UCX_NET_DEVICES, or (with a warning) no interface has the
+    address.
+    """
+    if VARIABLE in os.environ:
+        yield ""
+        return
+    devices = ucx_devices(host)
+    if devices is None:
+        logger.warning(
+            "NIXL listens on all interfaces of this machine: none of them has the address %r. To choose, set "
+            "%s, or VLLM_HOST_IP to one of the machine's addresses",
+            host,
+            VARIABLE,
+        )
+        yield ""
+        return
+    os.environ[VARIABLE] = devices
+    try:
+        yield devices
+    finally:
+        del os.environ[VARIABLE]
