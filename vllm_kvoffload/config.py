@@ -13,11 +13,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from vllm_kvoffload.policies import DEFAULT_POLICY, POLICIES
+
 SECTION = "sparse_kv_offload_config"
 """Key of `--additional-config` under which all options of the sparse decode offload stand."""
 
 GIB = 1 << 30
-POLICIES = ("fifo", "clock", "rrip")
 DELIVERIES = ("in_place", "compact")
 WAYS = (16, 32)
 UNQUANTISED_CACHE_DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
@@ -62,7 +63,7 @@ class SparseOffloadConfig:
     dram_size_per_dp_GB: int = 128
     keep_device_kv_cache: bool = False
     ways: int = 16
-    policy: str = "rrip"
+    policy: str = DEFAULT_POLICY
     delivery: str = "in_place"
     prefill_buffers: int = 2
     trace_path: str = ""
@@ -218,7 +219,7 @@ _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "dram_size_per_dp_GB": _int(1),
     "keep_device_kv_cache": check_bool,
     "ways": _ways,
-    "policy": _one_of(POLICIES, "rrip"),
+    "policy": _one_of(POLICIES, DEFAULT_POLICY),
     "delivery": _one_of(DELIVERIES, "in_place"),
     "prefill_buffers": _int(2, 8),
     "trace_path": _path,

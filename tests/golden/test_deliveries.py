@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_kvoffload.config import DELIVERIES, POLICIES
+from vllm_kvoffload.config import DELIVERIES
+from vllm_kvoffload.policies import POLICIES
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,8 @@ from manager_model import Scheduler, Setup, StepPlan, make_plans, setup_for
 from manager_programs import Boom, Rank, run_failing_program, run_program, run_rank_pair
 
 from vllm_kvoffload import ops
-from vllm_kvoffload.config import DELIVERIES, POLICIES
+from vllm_kvoffload.config import DELIVERIES
+from vllm_kvoffload.policies import POLICIES
 from vllm_kvoffload.runtime import CpuRuntime, DelayPlan, TaskFailedError, WaitTimeoutError
 from vllm_kvoffload.sparse.capacity import CapacityInputs
 from vllm_kvoffload.sparse.host_store import HostStore

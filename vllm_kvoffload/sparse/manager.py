@@ -8,13 +8,11 @@ then serves attention. Everything that must be given back is given back in :meth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_kvoffload import ops
 from vllm_kvoffload.config import SparseOffloadConfig
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.layerwise.prefill_stream import PrefillRequest, PrefillStream
@@ -89,7 +87,7 @@ class SparseKVManager:
             num_rows=max_num_seqs,
             num_slots=config.topk_buffer_size,
             ways=config.ways,
-            policy=cast(ops.Policy, config.policy),  # validated by config
+            policy=config.policy,
             row_ops=row_ops,
             device=planning.device if planning is not None else "cpu",
         )
