@@ -5,12 +5,14 @@
 #include "clock.h"
 #include "fifo.h"
 #include "rrip.h"
+#include "rrip3.h"
 
 // POLICY(name of the option, struct), in the order of their numbers, which is that of the table in Python.
 #define KVOFFLOAD_POLICIES(POLICY) \
   POLICY(fifo, Fifo)               \
   POLICY(clock, Clock)             \
-  POLICY(rrip, Rrip)
+  POLICY(rrip, Rrip)               \
+  POLICY(rrip3, Rrip3)
 
 namespace kvoffload {
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from vllm_kvoffload.policies import clock, fifo, rrip
+from vllm_kvoffload.policies import clock, fifo, rrip, rrip3
 from vllm_kvoffload.policies.policy import Policy
 
 TABLE: Final[Mapping[str, Policy]] = MappingProxyType(
@@ -19,6 +19,7 @@ TABLE: Final[Mapping[str, Policy]] = MappingProxyType(
             fifo.POLICY,
             clock.POLICY,
             rrip.POLICY,
+            rrip3.POLICY,
         )
     }
 )
