@@ -33,9 +33,13 @@ class _RowPlan:
         self.stats = dict.fromkeys(STATS, 0)
         self.misses: list[tuple[int, int, int]] = []  # (id, slot, position of its first occurrence)
 
+    def home(self, token: int) -> int:
+        """The one set that an id can be resident in."""
+        return token & (self.sets - 1)
+
     def find(self, token: int) -> int:
         """Slot of a resident id, or NO_SLOT."""
-        home = token & (self.sets - 1)
+        home = self.home(token)
         (ways,) = np.nonzero(self.tags[home] == token)
         return home * self.ways + int(ways[0]) if len(ways) else NO_SLOT
 
@@ -86,7 +90,7 @@ class _RowPlan:
 
     def install(self, token: int) -> int:
         """Makes an id resident in its own set; NO_SLOT when the step needs all of the set's ways."""
-        home = token & (self.sets - 1)
+        home = self.home(token)
         way = self.take_way(home)
         if way is None:
             return NO_SLOT
@@ -97,7 +101,7 @@ class _RowPlan:
     def displace(self, token: int) -> int:
         """A way of the first other set, going round from the id's own, that has one to spare. It is left
         untagged, so that the id is gone after this step (I-4)."""
-        home = token & (self.sets - 1)
+        home = self.home(token)
         for step in range(1, self.sets):
             index = (home + step) % self.sets
             way = self.take_way(index)
