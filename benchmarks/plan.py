@@ -53,7 +53,7 @@ def spread(streams: list[Ids], num_rows: int = ROWS) -> Ids:
 class PlanContender:
     """dsa_plan on a residency of its own."""
 
-    def __init__(self, policy: ops.Policy, slots: int, steps: Ids, *, compact: bool = False) -> None:
+    def __init__(self, policy: str, slots: int, steps: Ids, *, compact: bool = False) -> None:
         num_rows = steps.shape[1]
         self.steps = [torch.from_numpy(step) for step in steps]
         self.residency = ops.Residency.allocate(num_rows, slots, policy=policy)

@@ -161,6 +161,11 @@ class EngineSettings(EngineOptions):
         assert self.buffers is not None
         return self.buffers.logical_bytes * self.facts.block_size
 
+    def shared_buffer_bytes(self, device_bytes: int) -> int:
+        """Bytes to report for a device budget so that vLLM's division yields `shared_buffer_blocks`: vLLM
+        divides by the pages of all layers, also of those that share memory. Raises ConfigError."""
+        return self.shared_buffer_blocks(device_bytes) * self.store_object_bytes()
+
     def shared_buffer_blocks(self, device_bytes: int) -> int:
         """Blocks for a device budget with our store connector.
 

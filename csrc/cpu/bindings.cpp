@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "../policies/names.h"
 #include "compact.h"
 #include "conformance.h"
 #include "copies.h"
@@ -35,19 +36,14 @@ class ResidencyHandle {
     view.rows = rows;
     view.sets = sets;
     view.ways = static_cast<int>(ways);
-    view.policy = parse(policy);
+    const std::optional<Policy> known = policy_named(policy);
+    if (!known) refuse("policy: expected one of ", policy_names(), ", got '", policy, "'");
+    view.policy = *known;
   }
 
   ResidencyView view{};
 
  private:
-  static Policy parse(const std::string& name) {
-    if (name == "fifo") return Policy::kFifo;
-    if (name == "clock") return Policy::kClock;
-    require(name == "rrip", "policy: expected fifo, clock or rrip, got '", name, "'");
-    return Policy::kRrip;
-  }
-
   std::array<nb::object, 4> tensors_;
 };
 
@@ -362,6 +358,7 @@ NB_MODULE(_C, m) {
         nb::arg("dst"));
   m.def("copy_spans", py_copy_spans, nb::arg("to"), nb::arg("source"), nb::arg("nbytes"), nb::arg("to_ranges"),
         nb::arg("source_ranges"));
+  m.def("policies", [] { return std::vector<std::string>(std::begin(kPolicyNames), std::end(kPolicyNames)); });
   m.def("set_isa", set_isa, nb::arg("name"));
   m.def("isa", [] { return std::string(isa_name(current_isa())); });
   m.def("available_isas", py_available_isas);

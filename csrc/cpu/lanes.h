@@ -3,15 +3,12 @@
 
 #include <cstdint>
 
+#include "../policies/policy.h"
+
 namespace kvoffload {
 namespace {
 
 constexpr std::int32_t kNoSlot = -1;
-
-// All ones when `mask` is zero, else zero: arithmetic, where a comparison would end up as a branch.
-inline std::uint32_t all_if_zero(std::uint32_t mask) {
-  return static_cast<std::uint32_t>((static_cast<std::int64_t>(mask) - 1) >> 63);
-}
 
 // Writes the slot of a position whose id was `found` (a mask of one way, or 0) in the set that begins at slot `base`,
 // and appends the position to the pending ones if it wasn't. Returns the new end of the pending ones.

@@ -39,8 +39,16 @@ struct Lanes {
     return mask;
   }
 
-  static std::uint32_t low_bit(const std::uint8_t* ages) { return bit<7>(ages); }
-  static std::uint32_t high_bit(const std::uint8_t* ages) { return bit<6>(ages); }
+  // The shift brings the bit to the top of each byte.
+  template <int kBit>
+  static std::uint32_t with_bit(const std::uint8_t* ages) {
+    std::uint32_t mask = 0;
+    for (int way = 0; way < W; way += 16) {
+      const int bits = _mm_movemask_epi8(_mm_slli_epi16(load(ages + way), 7 - kBit));
+      mask |= static_cast<std::uint32_t>(bits) << way;
+    }
+    return mask;
+  }
 
   static void fill(std::uint8_t* ages, std::uint32_t ways, std::uint8_t value) {
     const __m128i filler = _mm_set1_epi8(static_cast<char>(value));
@@ -61,29 +69,26 @@ struct Lanes {
     return settle_positions(first, bases, found, slots, pending);
   }
 
-  template <bool kFill>
-  static std::int64_t settle_row(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots, std::uint8_t age) {
+  template <class P>
+  static std::int64_t settle_row(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots) {
     std::int64_t count = 0;
     for (std::int64_t first = 0; first < slots; first += 16) {
       const __m128i unneeded = _mm_cmpeq_epi8(load(needed + first), _mm_setzero_si128());
       count += 16 - __builtin_popcount(static_cast<std::uint32_t>(_mm_movemask_epi8(unneeded)));
-      if constexpr (kFill) {
-        store(ages + first, _mm_blendv_epi8(_mm_set1_epi8(static_cast<char>(age)), load(ages + first), unneeded));
+      if constexpr (kHitChangesAge<P>) {
+        const __m128i old = load(ages + first);
+        store(ages + first, _mm_blendv_epi8(after_hit<P>(old), old, unneeded));
       }
     }
     return count;
   }
 
  private:
-  // The bit that a shift by kShift brings to the top of each byte.
-  template <int kShift>
-  static std::uint32_t bit(const std::uint8_t* ages) {
-    std::uint32_t mask = 0;
-    for (int way = 0; way < W; way += 16) {
-      const int bits = _mm_movemask_epi8(_mm_slli_epi16(load(ages + way), kShift));
-      mask |= static_cast<std::uint32_t>(bits) << way;
-    }
-    return mask;
+  template <class P>
+  static __m128i after_hit(__m128i ages) {
+    const __m128i floor = _mm_set1_epi8(static_cast<char>(P::kHitFloor));
+    if constexpr (kHitForgetsAge<P>) return floor;
+    return _mm_max_epu8(_mm_subs_epu8(ages, _mm_set1_epi8(static_cast<char>(P::kHitLowers))), floor);
   }
   static __m128i load(const std::uint8_t* ages) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(ages));

@@ -35,25 +35,33 @@ struct Settling {
   }
 
   // 64 slots at a time.
-  template <bool kFill>
-  static std::int64_t settle_row(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots,
-                                 std::uint8_t age) {
+  template <class P>
+  static std::int64_t settle_row(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots) {
     std::int64_t count = 0;
     for (std::int64_t first = 0; first < slots; first += 64) {
       const __mmask64 inside = slots - first >= 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << (slots - first)) - 1;
       const __m512i bytes = _mm512_maskz_loadu_epi8(inside, needed + first);
       const __mmask64 used = _mm512_test_epi8_mask(bytes, bytes);
       count += __builtin_popcountll(used);
-      if constexpr (kFill) {
+      if constexpr (kHitChangesAge<P>) {
         if (inside == ~std::uint64_t{0}) {
           const __m512i old = _mm512_loadu_si512(ages + first);
-          _mm512_storeu_si512(ages + first, _mm512_mask_set1_epi8(old, used, static_cast<char>(age)));
+          _mm512_storeu_si512(ages + first, _mm512_mask_mov_epi8(old, used, after_hit<P>(old)));
         } else {
-          _mm512_mask_storeu_epi8(ages + first, used, _mm512_set1_epi8(static_cast<char>(age)));
+          const __m512i old = _mm512_maskz_loadu_epi8(inside, ages + first);
+          _mm512_mask_storeu_epi8(ages + first, used, after_hit<P>(old));
         }
       }
     }
     return count;
+  }
+
+ private:
+  template <class P>
+  static __m512i after_hit(__m512i ages) {
+    const __m512i floor = _mm512_set1_epi8(static_cast<char>(P::kHitFloor));
+    if constexpr (kHitForgetsAge<P>) return floor;
+    return _mm512_max_epu8(_mm512_subs_epu8(ages, _mm512_set1_epi8(static_cast<char>(P::kHitLowers))), floor);
   }
 };
 
@@ -72,12 +80,9 @@ struct Lanes<16> : Settling {
   }
 
   // The shift brings the bit to the top of each byte.
-  static std::uint32_t low_bit(const std::uint8_t* ages) {
-    return static_cast<std::uint32_t>(_mm_movemask_epi8(_mm_slli_epi16(load(ages), 7)));
-  }
-
-  static std::uint32_t high_bit(const std::uint8_t* ages) {
-    return static_cast<std::uint32_t>(_mm_movemask_epi8(_mm_slli_epi16(load(ages), 6)));
+  template <int kBit>
+  static std::uint32_t with_bit(const std::uint8_t* ages) {
+    return static_cast<std::uint32_t>(_mm_movemask_epi8(_mm_slli_epi16(load(ages), 7 - kBit)));
   }
 
   static void fill(std::uint8_t* ages, std::uint32_t ways, std::uint8_t value) {
@@ -104,12 +109,9 @@ struct Lanes<32> : Settling {
     return Lanes<16>::zero(bytes) | Lanes<16>::zero(bytes + 16) << 16;
   }
 
-  static std::uint32_t low_bit(const std::uint8_t* ages) {
-    return static_cast<std::uint32_t>(_mm256_movemask_epi8(_mm256_slli_epi16(load(ages), 7)));
-  }
-
-  static std::uint32_t high_bit(const std::uint8_t* ages) {
-    return static_cast<std::uint32_t>(_mm256_movemask_epi8(_mm256_slli_epi16(load(ages), 6)));
+  template <int kBit>
+  static std::uint32_t with_bit(const std::uint8_t* ages) {
+    return static_cast<std::uint32_t>(_mm256_movemask_epi8(_mm256_slli_epi16(load(ages), 7 - kBit)));
   }
 
   static void fill(std::uint8_t* ages, std::uint32_t ways, std::uint8_t value) {

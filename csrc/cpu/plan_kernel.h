@@ -2,17 +2,18 @@
 // anonymous namespace before this header, `template <int W> struct Lanes` with the vector primitives:
 //   match(tags, id)            mask of the ways whose tag is `id`
 //   zero(bytes)                mask of the ways whose byte is 0
-//   low_bit, high_bit(ages)    mask of the ways whose age has that bit
+//   with_bit<kBit>(ages)       mask of the ways whose age has that bit
 //   fill(ages, ways, value)    ages of `ways` become `value`
 //   add(ages, ways, delta)     ages of `ways` grow by `delta`
-//   settle_row<kFill>(ages, needed, slots, age)   the ages of the needed slots of a row become `age`, if kFill;
-//                              returns how many there are; `needed` holds 0 and 1 only
+//   settle_row<P>(ages, needed, slots)   gives the needed slots of a row their age after a hit, by policy P; returns
+//                              how many there are; `needed` holds 0 and 1 only
 //   settle_block(...)          settle_position for 16 positions, see lanes.h
 //
 // Everything here has internal linkage and uses no library templates: a linker that merged an inline function
 // compiled for AVX-512 into the common path would crash older processors.
 #pragma once
 
+#include "../policies/policies.h"
 #include "lanes.h"
 #include "plan_request.h"
 
@@ -185,7 +186,25 @@ class Marker {
   const bool fetched_;
 };
 
-template <Policy kPolicy, int W>
+// What a policy sees of a set, see ../policies/policy.h.
+template <int W>
+class SetAges {
+ public:
+  explicit SetAges(std::uint8_t* ages) : ages_(ages) {}
+
+  template <int kBit>
+  std::uint32_t with_bit() const {
+    return Lanes<W>::template with_bit<kBit>(ages_);
+  }
+  void set(std::uint32_t ways, std::uint8_t age) { Lanes<W>::fill(ages_, ways, age); }
+  void add(std::uint32_t ways, std::uint8_t more) { Lanes<W>::add(ages_, ways, more); }
+  int first_from(std::uint32_t ways, int hand) const { return kvoffload::first_from<W>(ways, hand); }
+
+ private:
+  std::uint8_t* const ages_;
+};
+
+template <class P, int W>
 class RequestPlan {
  public:
   RequestPlan(const RequestJob& job, const Scratch& scratch, PlanStats& stats)
@@ -210,10 +229,6 @@ class RequestPlan {
 
  private:
   using Vec = Lanes<W>;
-  static constexpr std::uint32_t kAllWays = static_cast<std::uint32_t>((std::uint64_t{1} << W) - 1);
-  static constexpr bool kUsesAges = kPolicy != Policy::kFifo;
-  static constexpr std::uint8_t kHitAge = kPolicy == Policy::kClock ? 1 : 0;
-  static constexpr std::uint8_t kInsertAge = kPolicy == Policy::kRrip ? 2 : 0;
 
   std::int32_t set_of(std::int32_t id) const { return id & set_mask_; }
   std::int32_t* tags_of(std::int32_t set) const { return job_.tags + std::int64_t{set} * W; }
@@ -257,7 +272,7 @@ class RequestPlan {
   // The policy learns of the hits slot by slot, once for each however many positions have it.
   void settle_hits() {
     const std::int64_t hits =
-        dense() ? Vec::template settle_row<kUsesAges>(job_.ages, scratch_.needed, slots(), kHitAge) : settle_each();
+        dense() ? Vec::template settle_row<P>(job_.ages, scratch_.needed, slots()) : settle_each();
     stats_.hits += hits;
     stats_.duplicates += hit_positions_ - hits;
   }
@@ -273,7 +288,7 @@ class RequestPlan {
       const std::int32_t slot = job_.slots[i];
       if (slot == kNoSlot || scratch_.needed[slot] != 1) continue;
       scratch_.needed[slot] = 2;
-      if constexpr (kUsesAges) job_.ages[slot] = kHitAge;
+      if constexpr (kHitChangesAge<P>) job_.ages[slot] = age_after_hit<P>(job_.ages[slot]);
       ++hits;
     }
     return hits;
@@ -351,7 +366,7 @@ class RequestPlan {
 
   std::int32_t install(std::int32_t set, int way, std::int32_t id) {
     tags_of(set)[way] = id;
-    ages_of(set)[way] = kInsertAge;
+    ages_of(set)[way] = P::kNewAge;
     return set * W + way;
   }
 
@@ -368,47 +383,10 @@ class RequestPlan {
 
   int victim(std::int32_t set, std::uint32_t unneeded) {
     const int hand = job_.hands[set] & (W - 1);
-    int way = 0;
-    if constexpr (kPolicy == Policy::kFifo) {
-      way = first_from<W>(unneeded, hand);
-    } else if constexpr (kPolicy == Policy::kClock) {
-      way = clock_victim(ages_of(set), unneeded, hand);
-    } else {
-      way = rrip_victim(ages_of(set), unneeded, hand);
-    }
+    SetAges<W> ages(ages_of(set));
+    const int way = P::victim(ages, unneeded, hand);
     job_.hands[set] = static_cast<std::uint8_t>((way + 1) & (W - 1));
     return way;
-  }
-
-  // Second chance: the hand passes ways whose bit is set, clearing it; after a full round it takes the first.
-  static int clock_victim(std::uint8_t* ages, std::uint32_t unneeded, int hand) {
-    const std::uint32_t unreferenced = ~Vec::low_bit(ages) & unneeded;
-    if (unreferenced == 0) {
-      Vec::fill(ages, unneeded, 0);
-      return first_from<W>(unneeded, hand);
-    }
-    const int way = first_from<W>(unreferenced, hand);
-    const std::uint32_t below_way = (1u << way) - 1;
-    const std::uint32_t below_hand = (1u << hand) - 1;
-    const std::uint32_t passed = way >= hand ? below_way & ~below_hand : below_way | (kAllWays & ~below_hand);
-    Vec::fill(ages, passed & unneeded, 0);
-    return way;
-  }
-
-  // All unneeded ways age together until one reaches 3: the same as adding what the oldest of them lacks.
-  static int rrip_victim(std::uint8_t* ages, std::uint32_t unneeded, int hand) {
-    const std::uint32_t high = Vec::high_bit(ages) & unneeded;
-    const std::uint32_t low = Vec::low_bit(ages) & unneeded;
-    const std::uint32_t three = high & low;
-    const std::uint32_t two = high & ~low;
-    const std::uint32_t one = low & ~high;
-    const std::uint32_t no_three = all_if_zero(three);
-    const std::uint32_t below_two = no_three & all_if_zero(two);
-    const std::uint32_t all_zero = below_two & all_if_zero(one);
-    const std::uint32_t oldest = three | (two & no_three) | (one & below_two) | (unneeded & all_zero);
-    const std::uint32_t lacks = (no_three & 1) + (below_two & 1) + (all_zero & 1);
-    Vec::add(ages, unneeded, static_cast<std::uint8_t>(lacks));
-    return first_from<W>(oldest, hand);
   }
 
   // I-4: the id's own set is full of ids that this step needs. Any other slot of the row serves the step; left
@@ -486,20 +464,19 @@ class RequestPlan {
   std::int64_t hit_positions_ = 0;
 };
 
-template <Policy kPolicy, int W>
+template <class P, int W>
 void plan_request(const RequestJob& job, const Scratch& scratch, PlanStats& stats) {
-  RequestPlan<kPolicy, W>(job, scratch, stats).run();
+  RequestPlan<P, W>(job, scratch, stats).run();
 }
 
 PlanRequestFn planner(Policy policy, int ways) {
-  if (ways == 16) {
-    if (policy == Policy::kFifo) return plan_request<Policy::kFifo, 16>;
-    if (policy == Policy::kClock) return plan_request<Policy::kClock, 16>;
-    return plan_request<Policy::kRrip, 16>;
+  switch (policy) {
+#define KVOFFLOAD_POLICY(name, Struct) \
+  case Policy::k##Struct: return ways == 16 ? plan_request<Struct, 16> : plan_request<Struct, 32>;
+    KVOFFLOAD_POLICIES(KVOFFLOAD_POLICY)
+#undef KVOFFLOAD_POLICY
   }
-  if (policy == Policy::kFifo) return plan_request<Policy::kFifo, 32>;
-  if (policy == Policy::kClock) return plan_request<Policy::kClock, 32>;
-  return plan_request<Policy::kRrip, 32>;
+  return nullptr;
 }
 
 }  // namespace

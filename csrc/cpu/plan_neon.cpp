@@ -47,8 +47,13 @@ struct Lanes {
     return mask;
   }
 
-  static std::uint32_t low_bit(const std::uint8_t* ages) { return bit<1>(ages); }
-  static std::uint32_t high_bit(const std::uint8_t* ages) { return bit<2>(ages); }
+  template <int kBit>
+  static std::uint32_t with_bit(const std::uint8_t* ages) {
+    const uint8x16_t bit = vdupq_n_u8(1 << kBit);
+    std::uint32_t mask = 0;
+    for (int way = 0; way < W; way += 16) mask |= mask_of(vtstq_u8(vld1q_u8(ages + way), bit)) << way;
+    return mask;
+  }
 
   static void fill(std::uint8_t* ages, std::uint32_t ways, std::uint8_t value) {
     for (int way = 0; way < W; way += 16) {
@@ -68,25 +73,26 @@ struct Lanes {
     return settle_positions(first, bases, found, slots, pending);
   }
 
-  template <bool kFill>
-  static std::int64_t settle_row(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots, std::uint8_t age) {
+  template <class P>
+  static std::int64_t settle_row(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots) {
     std::int64_t count = 0;
     for (std::int64_t first = 0; first < slots; first += 16) {
       const uint8x16_t used = vld1q_u8(needed + first);
       count += vaddvq_u8(used);
-      if constexpr (kFill) {
-        vst1q_u8(ages + first, vbslq_u8(vceqzq_u8(used), vld1q_u8(ages + first), vdupq_n_u8(age)));
+      if constexpr (kHitChangesAge<P>) {
+        const uint8x16_t old = vld1q_u8(ages + first);
+        vst1q_u8(ages + first, vbslq_u8(vceqzq_u8(used), old, after_hit<P>(old)));
       }
     }
     return count;
   }
 
  private:
-  template <int kBit>
-  static std::uint32_t bit(const std::uint8_t* ages) {
-    std::uint32_t mask = 0;
-    for (int way = 0; way < W; way += 16) mask |= mask_of(vtstq_u8(vld1q_u8(ages + way), vdupq_n_u8(kBit))) << way;
-    return mask;
+  template <class P>
+  static uint8x16_t after_hit(uint8x16_t ages) {
+    const uint8x16_t floor = vdupq_n_u8(P::kHitFloor);
+    if constexpr (kHitForgetsAge<P>) return floor;
+    return vmaxq_u8(vqsubq_u8(ages, vdupq_n_u8(P::kHitLowers)), floor);
   }
 };
 

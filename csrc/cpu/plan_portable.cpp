@@ -20,15 +20,10 @@ struct Lanes {
     return mask;
   }
 
-  static std::uint32_t low_bit(const std::uint8_t* ages) {
+  template <int kBit>
+  static std::uint32_t with_bit(const std::uint8_t* ages) {
     std::uint32_t mask = 0;
-    for (int way = 0; way < W; ++way) mask |= static_cast<std::uint32_t>(ages[way] & 1) << way;
-    return mask;
-  }
-
-  static std::uint32_t high_bit(const std::uint8_t* ages) {
-    std::uint32_t mask = 0;
-    for (int way = 0; way < W; ++way) mask |= static_cast<std::uint32_t>((ages[way] >> 1) & 1) << way;
+    for (int way = 0; way < W; ++way) mask |= static_cast<std::uint32_t>((ages[way] >> kBit) & 1) << way;
     return mask;
   }
 
@@ -44,12 +39,12 @@ struct Lanes {
     }
   }
 
-  template <bool kFill>
-  static std::int64_t settle_row(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots, std::uint8_t age) {
+  template <class P>
+  static std::int64_t settle_row(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots) {
     std::int64_t count = 0;
     for (std::int64_t slot = 0; slot < slots; ++slot) {
       count += needed[slot];
-      if constexpr (kFill) ages[slot] = needed[slot] != 0 ? age : ages[slot];
+      if constexpr (kHitChangesAge<P>) ages[slot] = needed[slot] != 0 ? age_after_hit<P>(ages[slot]) : ages[slot];
     }
     return count;
   }

@@ -4,14 +4,14 @@
 
 #include <cstdint>
 
-namespace kvoffload {
+#include "../policies/policies.h"
 
-enum class Policy : int { kFifo = 0, kClock = 1, kRrip = 2 };
+namespace kvoffload {
 
 // Which slots of a row hold which token. Slot number = set * ways + way; an id lives in set `id & (sets - 1)` only.
 struct ResidencyView {
   std::int32_t* tags;   // [rows, sets, ways], -1: empty
-  std::uint8_t* ages;   // [rows, sets, ways], 2 bits used
+  std::uint8_t* ages;   // [rows, sets, ways], the policy's bits of each slot
   std::uint8_t* hands;  // [rows, sets]
   std::int32_t* high;   // [rows], largest seq_len planned since the last roll-back, 0 after a reset
   std::int64_t rows;

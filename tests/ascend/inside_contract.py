@@ -24,7 +24,6 @@ from vllm_ascend.platform import NPUPlatform
 
 from vllm_kvoffload import plugin
 from vllm_kvoffload.connectors.ascend_store.connector import AscendStoreConnector
-from vllm_kvoffload.connectors.ascend_store.planning import SCHEDULER
 from vllm_kvoffload.connectors.multi import KVOffloadMultiConnector
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.platforms.ascend import (
@@ -43,6 +42,7 @@ from vllm_kvoffload.platforms.ascend.platform import (
     KVOffloadNPUPlatform,
 )
 from vllm_kvoffload.platforms.refusal import StartupRefusedError
+from vllm_kvoffload.settings.store import SCHEDULER
 
 SFA_SYMBOLS = [s for s in symbols.SYMBOLS if s.module == symbols._SFA and s.parameters is not None]
 

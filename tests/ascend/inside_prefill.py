@@ -51,7 +51,6 @@ from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.layerwise.pipeline import LayerPipeline, Limits
 from vllm_kvoffload.layerwise.slot_gate import SlotGates
 from vllm_kvoffload.platforms.ascend.prefill_attention import SharedBufferSFAImpl
-from vllm_kvoffload.platforms.ascend.worker import shared_bytes
 from vllm_kvoffload.runtime.npu import NpuRuntime
 from vllm_kvoffload.store import staged_copies
 
@@ -433,10 +432,11 @@ def test_the_scheduler_sees_what_fits(types: tuple[str, ...]) -> None:
     config.model_config.hf_text_config.indexer_types = list(types)
     config.cache_config.num_gpu_blocks_override = None
     config.scheduler_config.disable_hybrid_kv_cache_manager = False
-    plan = EngineSettings.of(config, "npu").shared_buffers
+    settings = EngineSettings.of(config, "npu")
+    plan = settings.shared_buffers
     assert plan is not None
     device_bytes = 123 * plan.physical_bytes * BLOCK + 5
-    reported = shared_bytes(config, plan, device_bytes)
+    reported = settings.shared_buffer_bytes(device_bytes)
     specs = cache_specs(types)
     assert sum(spec.page_size_bytes for spec in specs.values()) == plan.logical_bytes * BLOCK
     groups = kv_cache_utils.get_kv_cache_groups(config, specs)

@@ -9,7 +9,8 @@ import torch
 from twin_kernels import IN, IN_OUT, UB_BYTES, Kernels, Ran, aligned
 
 from vllm_kvoffload.ops import oracle
-from vllm_kvoffload.ops.types import POLICIES, PlanOut, Policy, Residency
+from vllm_kvoffload.ops.types import PlanOut, Residency
+from vllm_kvoffload.policies import POLICIES
 
 STATE = ("tags", "ages", "hands", "high")
 OUTPUT = ("slots", "new_slots", "miss_ids", "miss_slots", "miss_counts", "stats", "kinds", "miss_positions")
@@ -22,7 +23,7 @@ class Shape:
     width: int
     sets: int
     ways: int
-    policy: Policy
+    policy: str
     max_query: int = 1
     rows: int = 0  # of the residency; 0: one more than there are requests
     compact: bool = False

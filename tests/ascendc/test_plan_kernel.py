@@ -8,6 +8,8 @@ import torch
 from plan_steps import KINDS, PlanOnTwin, Sequence, Shape, Step, make_step
 from twin_kernels import SCHEDULES, Kernels
 
+from vllm_kvoffload.policies import POLICIES
+
 CORES = (1, 5, 40)
 SMALL = [
     Shape(1, 16, 64, 16, "fifo"),
@@ -61,20 +63,20 @@ def test_equals_oracle_at_full_size(kernels: Kernels, shape: Shape) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ways", [16, 32])
-@pytest.mark.parametrize("policy", ["fifo", "clock", "rrip"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("max_query", [1, 2, 3, 4])
 def test_equals_oracle_for_every_setting(kernels: Kernels, ways: int, policy: str, max_query: int) -> None:
-    shape = Shape(3, 192, 64, ways, policy, max_query, compact=max_query % 2 == 0)  # type: ignore[arg-type]
+    shape = Shape(3, 192, 64, ways, policy, max_query, compact=max_query % 2 == 0)
     run(kernels, shape, seed=ways + max_query, steps=6)
 
 
-@pytest.mark.parametrize("policy", ["fifo", "clock", "rrip"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_overflow(kernels: Kernels, policy: str) -> None:
     """Sets with more ids than ways, in every query token; also when all slots of the row are needed."""
-    shape = Shape(2, 512, 64, 16, policy, 2, compact=True)  # type: ignore[arg-type]
+    shape = Shape(2, 512, 64, 16, policy, 2, compact=True)
     stats = run(kernels, shape, seed=3, steps=3, kinds=("one_set", "overfull"))
     assert stats[3] > 200, "the case does not displace"
-    stats = run(kernels, Shape(1, 1024, 64, 16, policy), seed=4, steps=3, kinds=("overfull", "uniform"))  # type: ignore[arg-type]
+    stats = run(kernels, Shape(1, 1024, 64, 16, policy), seed=4, steps=3, kinds=("overfull", "uniform"))
     assert stats[3] > 0
 
 

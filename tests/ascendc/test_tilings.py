@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from twin_kernels import LINE, Kernels, RefusedError
 
+from vllm_kvoffload.policies import POLICIES
+
 PLAN = {
     "requests": 4,
     "tokens": 8,
@@ -108,7 +110,8 @@ def test_the_workspace_of_a_plan(kernels: Kernels) -> None:
         ({"ways": 8}, "ways: must be 16 or 32, got 8"),
         ({"max_query": 5}, "query tokens per request: must be 1 to 4, got 5"),
         ({"width": 100}, "top-k width: must be a multiple of 16, got 100"),
-        ({"policy": 3}, "policy: must be 0 to 2, got 3"),
+        ({"policy": -1}, "policy: must be 0 to"),
+        ({"policy": len(POLICIES)}, f"policy: must be 0 to {len(POLICIES) - 1}, got {len(POLICIES)}"),
         ({"sets": 64}, "top-k: 1 query tokens of 2048 ids do not fit a row of 1024 slots"),
         ({"capacity": 1024}, "miss capacity: 1024 is less than the 2048 ids of a request"),
         ({"requests": 40000}, "unified buffer: the plan needs"),

@@ -53,7 +53,7 @@ class Round {
     width_ = 1 + below(ways_ * sets_ / query_len_);
     if (below(4) == 0) width_ = ways_ * sets_ / query_len_;
     rows_ = 1 + below(3);
-    policy_ = static_cast<Policy>(below(3));
+    policy_ = static_cast<Policy>(below(kPolicyCount));
     const auto slots = static_cast<std::size_t>(rows_ * sets_ * ways_);
     tags_.assign(slots, -1);
     ages_.assign(slots, 0);

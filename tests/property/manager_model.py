@@ -18,7 +18,8 @@ import numpy.typing as npt
 import torch
 
 from vllm_kvoffload.geometry import Component, KVGeometry
-from vllm_kvoffload.settings.offload import POLICIES, SparseOffloadConfig
+from vllm_kvoffload.policies import POLICIES
+from vllm_kvoffload.settings.offload import SparseOffloadConfig
 
 Keys = npt.NDArray[np.int64]
 
@@ -519,7 +520,7 @@ def setup_for(seed: int, delivery: str = "in_place") -> Setup:
         index_topk=topk,
         ways=ways,
         slots=least * (1, 1, 2, 4)[seed // 4 % 4],
-        policy=POLICIES[seed % 3],
+        policy=random.Random(f"policy {seed}").choice(POLICIES),
         delivery=delivery,
         drafts=drafts,
         mtp_layers=rng.randint(0, 1) if drafts else 0,

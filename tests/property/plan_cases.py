@@ -46,7 +46,7 @@ class Shape:
     ways: int
     sets: int
     topk: int
-    policy: ops.Policy
+    policy: str
 
     @property
     def slots_per_row(self) -> int:

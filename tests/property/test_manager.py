@@ -23,8 +23,9 @@ from manager_model import ROW_BYTES, Scheduler, Setup, StepPlan, make_plans, set
 from manager_programs import Boom, Rank, run_failing_program, run_program, run_rank_pair
 
 from vllm_kvoffload import ops
+from vllm_kvoffload.policies import POLICIES
 from vllm_kvoffload.runtime import CpuRuntime, DelayPlan, TaskFailedError, WaitTimeoutError
-from vllm_kvoffload.settings.offload import DELIVERIES, POLICIES
+from vllm_kvoffload.settings.offload import DELIVERIES
 from vllm_kvoffload.sparse.capacity import CapacityInputs
 from vllm_kvoffload.sparse.host_store import HostStore
 

@@ -9,6 +9,8 @@ from ops_simulation import CompactSimulation, GatherSimulation, Simulation
 from plan_cases import Shape, Step, sequences
 
 from vllm_kvoffload import ops
+from vllm_kvoffload.ops import _C
+from vllm_kvoffload.policies import POLICIES, TABLE
 
 
 @settings(max_examples=150, deadline=None)
@@ -41,7 +43,7 @@ def test_gathered_rows_are_the_tokens_own(case: tuple[Shape, list[Step]]) -> Non
 class OneRow:
     """A residency of one row, planned one step at a time with plain lists."""
 
-    def __init__(self, policy: ops.Policy, sets: int = 1, topk: int = 16) -> None:
+    def __init__(self, policy: str, sets: int = 1, topk: int = 16) -> None:
         self.residency = ops.Residency.allocate(1, 16 * sets, 16, policy)
         self.topk = topk
         self.out = ops.PlanOut(4, 1, topk, max_query_len=16 * sets // topk)
@@ -64,7 +66,7 @@ class OneRow:
 
 
 @pytest.mark.parametrize("policy", ops.POLICIES)
-def test_rejected_drafts_are_dropped(policy: ops.Policy) -> None:
+def test_rejected_drafts_are_dropped(policy: str) -> None:
     """I-2: four tokens were planned from 100 on, one was accepted; the rest must not be hits any more."""
     row = OneRow(policy, sets=4)
     row.plan([100], [101], [102], [103], seq_len=104)
@@ -78,7 +80,7 @@ def test_rejected_drafts_are_dropped(policy: ops.Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", ops.POLICIES)
-def test_needed_rows_are_not_evicted(policy: ops.Policy) -> None:
+def test_needed_rows_are_not_evicted(policy: str) -> None:
     """I-3: a full set keeps all that the step needs, named before or after the miss."""
     for victim_first in (True, False):
         row = OneRow(policy)
@@ -92,7 +94,7 @@ def test_needed_rows_are_not_evicted(policy: ops.Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", ops.POLICIES)
-def test_a_plan_always_exists(policy: ops.Policy) -> None:
+def test_a_plan_always_exists(policy: str) -> None:
     """I-4: as many ids of one set as the row has slots; those without room in it are gone afterwards."""
     row = OneRow(policy, sets=4)
     queries = [[64 * t + 4 * k for k in range(16)] for t in range(4)]
@@ -107,7 +109,7 @@ def test_a_plan_always_exists(policy: ops.Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", ops.POLICIES)
-def test_displaced_ids_are_shared_by_duplicates(policy: ops.Policy) -> None:
+def test_displaced_ids_are_shared_by_duplicates(policy: str) -> None:
     row = OneRow(policy, sets=4)
     first, second = [4 * k for k in range(16)], [4 * k for k in range(16, 32)]
     slots = row.plan(first, second, second, first)
@@ -115,6 +117,20 @@ def test_displaced_ids_are_shared_by_duplicates(policy: ops.Policy) -> None:
     assert slots[0] == slots[3]
     assert row.stat("duplicates") == 32
     assert row.stat("displaced") == 16
+
+
+def test_the_core_has_the_policies_of_the_table() -> None:
+    assert tuple(_C.policies()) == POLICIES
+
+
+@settings(max_examples=100, deadline=None)
+@given(sequences())
+def test_ages_fit_their_bits(case: tuple[Shape, list[Step]]) -> None:
+    shape, steps = case
+    residency, out, workspace = shape.residency(), shape.plan_out(), ops.Workspace()
+    for step in steps:
+        ops.dsa_plan(*step.inputs, residency, out, workspace)
+        assert int(residency.ages.max()) < 1 << TABLE[shape.policy].age_bits
 
 
 def test_fifo_evicts_in_order_of_arrival() -> None:

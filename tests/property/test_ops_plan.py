@@ -78,9 +78,7 @@ def test_compact_outputs_change_nothing_else(case: tuple[Shape, list[Step]]) -> 
         max_size=12,
     ),
 )
-def test_equals_oracle_on_one_busy_row(
-    policy: ops.Policy, ways: int, steps: list[tuple[int, list[int]]]
-) -> None:
+def test_equals_oracle_on_one_busy_row(policy: str, ways: int, steps: list[tuple[int, list[int]]]) -> None:
     """Ids drawn one by one, so that failures shrink to readable cases; two sets, so that steps evict."""
     shape = Shape(num_rows=1, ways=ways, sets=2, topk=20, policy=policy)
     run_all(
@@ -99,7 +97,7 @@ def test_equals_oracle_on_one_busy_row(
 
 @pytest.mark.parametrize("policy", ops.POLICIES)
 @pytest.mark.parametrize("ways", [16, 32])
-def test_equals_oracle_with_every_id_in_one_set(policy: ops.Policy, ways: int) -> None:
+def test_equals_oracle_with_every_id_in_one_set(policy: str, ways: int) -> None:
     """As many ids as slots, first all of one set: displacement by the thousand, then two friendlier steps."""
     shape = Shape(num_rows=1, ways=ways, sets=2048 // ways, topk=512, policy=policy)
     rng = np.random.default_rng(7)

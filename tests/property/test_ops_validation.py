@@ -117,7 +117,7 @@ def test_skipped_requests_are_not_checked() -> None:
         ((4, 48, 16), "slots_per_row: must be 16 times a power of two, got 48"),
         ((4, 40, 16), "slots_per_row"),
         ((4, 8, 16), "slots_per_row"),
-        ((4, 32, 16, "lru"), "policy: expected fifo, clock or rrip, got 'lru'"),
+        ((4, 32, 16, "mru"), f"policy: expected one of {', '.join(ops.POLICIES)}, got 'mru'"),
     ],
 )
 def test_residency_refuses(arguments: tuple[int, int, int], message: str) -> None:

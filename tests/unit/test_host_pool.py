@@ -609,7 +609,7 @@ class TestMemory:
         program = (
             "import resource, sys\n"
             "from vllm_kvoffload.store import make_store\n"
-            "from vllm_kvoffload.config import ConfigError\n"
+            "from vllm_kvoffload.settings.offload import ConfigError\n"
             "from vllm_kvoffload.trace import TraceError, TraceHeader, TraceWriter\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, -1))\n"
             "try:\n"

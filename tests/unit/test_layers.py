@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "vllm_kvoffload"
 
 LAYERS = (
-    {"log"},
+    {"log", "policies"},
     {"settings", "runtime"},
     {"geometry", "memory", "ops", "transfer"},
     {"trace", "store"},

@@ -15,9 +15,13 @@ from rich.console import Console
 from vllm_kvoffload.cli import control_key, memcache, proxy, trace
 from vllm_kvoffload.cli import doctor as diagnosis
 from vllm_kvoffload.cli import size as sizing
+from vllm_kvoffload.policies import DEFAULT_POLICY, TABLE
 from vllm_kvoffload.settings.errors import ConfigError
 
 DEMO_MODULE = "vllm_kvoffload.demo.run"
+POLICY_HELP = (
+    "What makes room in a set: " + ", ".join(f"{p.name} ({p.summary})" for p in TABLE.values()) + "."
+)
 
 app = typer.Typer(
     name="kvoffload", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -44,7 +48,7 @@ def size(
     dram_gb: Annotated[int, typer.Option(help="dram_size_per_dp_GB: host memory for main KV, GiB.")] = 128,
     topk_buffer_size: Annotated[int, typer.Option(help="Hot-pool slots of a request.")] = 4096,
     ways: Annotated[int, typer.Option(help="Slots of a hot pool's set, 16 or 32.")] = 16,
-    policy: Annotated[str, typer.Option(help="fifo, clock or rrip.")] = "rrip",
+    policy: Annotated[str, typer.Option(help=POLICY_HELP)] = DEFAULT_POLICY,
     delivery: Annotated[str, typer.Option(help="in_place or compact.")] = "in_place",
     max_num_seqs: Annotated[int, typer.Option(help="Requests that decode together.")] = 64,
     max_model_len: Annotated[

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.layerwise.buffer_plan import geometry_layers, plan_buffers
+from vllm_kvoffload.policies import DEFAULT_POLICY
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.offload import EngineFacts, parse_sparse_offload, validate_sparse_offload
 from vllm_kvoffload.settings.store import parse_buffer_options
@@ -40,7 +41,7 @@ class SizeRequest:
     dram_gb: int = 128
     topk_buffer_size: int = 4096
     ways: int = 16
-    policy: str = "rrip"
+    policy: str = DEFAULT_POLICY
     delivery: str = "in_place"
     max_num_seqs: int = 64
     max_model_len: int | None = None

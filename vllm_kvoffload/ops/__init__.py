@@ -22,16 +22,14 @@ from vllm_kvoffload.ops.native import (
     write_rows,
 )
 from vllm_kvoffload.ops.types import (
-    DEFAULT_POLICY,
     DEFAULT_WAYS,
-    POLICIES,
     STATS,
     Kind,
     PlanOut,
-    Policy,
     Residency,
     Workspace,
 )
+from vllm_kvoffload.policies import DEFAULT_POLICY, POLICIES
 
 __all__ = [
     "DEFAULT_POLICY",
@@ -40,7 +38,6 @@ __all__ = [
     "STATS",
     "Kind",
     "PlanOut",
-    "Policy",
     "Residency",
     "Workspace",
     "available_isas",

@@ -6,15 +6,13 @@ Symbols: R rows, P slots per row, W ways, S = P / W sets, T query tokens, N requ
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final, Literal, TypeAlias, TypeVar, get_args
+from typing import Final, TypeVar
 
 import torch
 
 from vllm_kvoffload.ops import _C
+from vllm_kvoffload.policies import DEFAULT_POLICY
 
-Policy: TypeAlias = Literal["fifo", "clock", "rrip"]
-POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
-DEFAULT_POLICY: Final[Policy] = "rrip"
 DEFAULT_WAYS: Final = 16
 # Names of the entries of PlanOut.stats, in order.
 STATS: Final = ("hits", "misses", "new", "displaced", "duplicates", "invalid")
@@ -56,10 +54,10 @@ class Residency:
 
     Attributes:
         tags: int32 [R, S, W], the token id in each slot, -1 when empty.
-        ages: uint8 [R, S, W], the policy's 2 bits per slot.
+        ages: uint8 [R, S, W], the policy's bits of each slot.
         hands: uint8 [R, S], the policy's next way per set.
         high: int32 [R], the seq_len of the row's last plan, 0 after a reset.
-        policy: one of ``POLICIES``.
+        policy: its name, one of ``policies.POLICIES``.
 
     In device memory it is there for the device's own kernels, which take the tensors: it has no ``handle``.
 
@@ -68,7 +66,7 @@ class Residency:
     """
 
     def __init__(
-        self, tags: torch.Tensor, ages: torch.Tensor, hands: torch.Tensor, high: torch.Tensor, policy: Policy
+        self, tags: torch.Tensor, ages: torch.Tensor, hands: torch.Tensor, high: torch.Tensor, policy: str
     ) -> None:
         self._handle = _C.Residency(tags, ages, hands, high, policy) if _on_host(tags) else None
         self.tags: Final = tags
@@ -83,7 +81,7 @@ class Residency:
         num_rows: int,
         slots_per_row: int,
         ways: int = DEFAULT_WAYS,
-        policy: Policy = DEFAULT_POLICY,
+        policy: str = DEFAULT_POLICY,
         device: torch.device | str = "cpu",
     ) -> Residency:
         """An empty residency of ``num_rows`` rows of ``slots_per_row`` slots (W times a power of two)."""

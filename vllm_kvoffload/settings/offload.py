@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from vllm_kvoffload.policies import DEFAULT_POLICY, POLICIES
 from vllm_kvoffload.settings.connectors import REMOTE_D2H
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.values import (
@@ -27,7 +28,6 @@ from vllm_kvoffload.settings.values import (
 SECTION = "sparse_kv_offload_config"
 """Key of `--additional-config` under which all options of the sparse decode offload stand."""
 
-POLICIES = ("fifo", "clock", "rrip")
 DELIVERIES = ("in_place", "compact")
 WAYS = (16, 32)
 DRAFT_METHODS = ("mtp", "ngram")
@@ -57,7 +57,7 @@ class SparseOffloadConfig:
     dram_size_per_dp_GB: int = 128
     keep_device_kv_cache: bool = False
     ways: int = 16
-    policy: str = "rrip"
+    policy: str = DEFAULT_POLICY
     delivery: str = "in_place"
     prefill_buffers: int = 2
     trace_path: str = ""
@@ -176,7 +176,7 @@ _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "dram_size_per_dp_GB": partial(check_int, low=1),
     "keep_device_kv_cache": check_bool,
     "ways": _ways,
-    "policy": partial(check_one_of, choices=POLICIES, default="rrip"),
+    "policy": partial(check_one_of, choices=POLICIES, default=DEFAULT_POLICY),
     "delivery": partial(check_one_of, choices=DELIVERIES, default="in_place"),
     "prefill_buffers": partial(check_int, low=2, high=8),
     "trace_path": check_new_path,

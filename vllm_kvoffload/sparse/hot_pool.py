@@ -43,7 +43,7 @@ class HotPool:
         num_rows: int,
         num_slots: int,
         ways: int,
-        policy: ops.Policy,
+        policy: str,
         row_ops: RowOps | None = None,
         device: torch.device | str = "cpu",
     ) -> None:

@@ -9,13 +9,11 @@ then serves attention, decode through a :class:`~vllm_kvoffload.sparse.delivery.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_kvoffload import ops
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.runtime.base import Runtime
 from vllm_kvoffload.settings.offload import SparseOffloadConfig
@@ -81,7 +79,7 @@ class SparseKVManager:
             num_rows=max_num_seqs,
             num_slots=config.topk_buffer_size,
             ways=config.ways,
-            policy=cast(ops.Policy, config.policy),  # validated by config
+            policy=config.policy,
             row_ops=row_ops,
             device=planning.device if planning is not None else "cpu",
         )

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from vllm_kvoffload.policies import POLICIES
 from vllm_kvoffload.trace.policies import REFERENCES, Misses, reference_misses
 from vllm_kvoffload.trace.streams import Stream
 
@@ -22,7 +23,7 @@ UNSIZED = ("previous",)  # policies that have no pool
 
 @dataclass(frozen=True)
 class PlanPolicy:
-    """A policy of the product's plan. policy: fifo, clock or rrip; ways: 16 or 32."""
+    """A policy of the product's plan. policy: one of POLICIES; ways: 16 or 32."""
 
     policy: str
     ways: int = 16
@@ -33,7 +34,7 @@ class PlanPolicy:
 
 
 PolicyChoice: TypeAlias = PlanPolicy | str  # a string names one of policies.REFERENCES
-PLANS = tuple(PlanPolicy(policy, ways) for ways in (16, 32) for policy in ("fifo", "clock", "rrip"))
+PLANS = tuple(PlanPolicy(policy, ways) for ways in (16, 32) for policy in POLICIES)
 ALL_POLICIES: tuple[PolicyChoice, ...] = (*PLANS, *REFERENCES)
 
 
@@ -98,8 +99,7 @@ def plan_misses(choice: PlanPolicy, stream: Stream, slots: int, topk: int) -> Mi
 
     from vllm_kvoffload import ops
 
-    policy = next(known for known in ops.POLICIES if known == choice.policy)
-    residency = ops.Residency.allocate(1, slots, ways=choice.ways, policy=policy)
+    residency = ops.Residency.allocate(1, slots, ways=choice.ways, policy=choice.policy)
     query_len = stream.max_query_len
     out = ops.PlanOut(query_len, 1, topk, query_len)
     workspace = ops.Workspace()

@@ -10,6 +10,7 @@
 #include <torch_npu/csrc/core/npu/NPUStream.h>
 #include <torch_npu/csrc/framework/OpCommand.h>
 
+#include "../../policies/names.h"
 #include "../dsa_install/op_host/dsa_install_launch.h"
 #include "../dsa_install/op_host/dsa_install_tiling.h"
 #include "../dsa_plan/op_host/dsa_plan_launch.h"
@@ -58,10 +59,9 @@ Tensor new_reports(const Tensor& like) {
 }
 
 int64_t policy_of(c10::string_view policy) {
-  if (policy == "fifo") return kFifo;
-  if (policy == "clock") return kClock;
-  TORCH_CHECK_VALUE(policy == "rrip", "policy: must be fifo, clock or rrip, got ", policy);
-  return kRrip;
+  const std::optional<Policy> known = policy_named({policy.data(), policy.size()});
+  TORCH_CHECK_VALUE(known.has_value(), "policy: must be one of ", policy_names(), ", got ", policy);
+  return static_cast<int64_t>(*known);
 }
 
 void check_requests(const Tensor& query_start_loc, const Tensor& rows) {

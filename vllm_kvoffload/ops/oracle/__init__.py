@@ -16,28 +16,18 @@ from vllm_kvoffload.ops.oracle.copies import (
     write_rows,
 )
 from vllm_kvoffload.ops.oracle.gather import gather_reuse, gather_selection
-from vllm_kvoffload.ops.oracle.plan import (
-    VICTIMS,
-    clock_victim,
-    dsa_plan,
-    fifo_victim,
-    rrip_victim,
-)
+from vllm_kvoffload.ops.oracle.plan import dsa_plan
 
 __all__ = [
-    "VICTIMS",
-    "clock_victim",
     "copy_spans",
     "dsa_install",
     "dsa_plan",
     "dsa_serve",
     "dsa_serve_compact",
-    "fifo_victim",
     "gather_reuse",
     "gather_selection",
     "host_read",
     "host_row",
     "host_write",
-    "rrip_victim",
     "write_rows",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -10,50 +9,12 @@ import numpy.typing as npt
 import torch
 
 from vllm_kvoffload.ops.types import STATS, Kind, PlanOut, Residency
+from vllm_kvoffload.policies import TABLE
 
 Array: TypeAlias = npt.NDArray[Any]
-# (ages of the set, hand, ways not needed by this step) -> way
-Victim: TypeAlias = Callable[[Array, int, set[int]], int]
 
 EMPTY = -1
 NO_SLOT = -1
-OLDEST = 3
-
-
-def _round_from(hand: int, ways: int) -> Iterator[int]:
-    return ((hand + step) % ways for step in range(ways))
-
-
-def fifo_victim(ages: Array, hand: int, unneeded: set[int]) -> int:
-    """The first unneeded way at or after the hand, going round. Ages stay 0."""
-    return next(way for way in _round_from(hand, len(ages)) if way in unneeded)
-
-
-def clock_victim(ages: Array, hand: int, unneeded: set[int]) -> int:
-    """Second chance: from the hand on, going round, an unneeded way with age 1 is passed and set to 0; the
-    first with age 0 is the victim. When all had age 1, the round leaves them at 0 and the first unneeded way
-    is the victim. Needed ways are stepped over, age untouched. Ages: 1 after a hit, 0 after an insert."""
-    for way in _round_from(hand, len(ages)):
-        if way not in unneeded:
-            continue
-        if ages[way] == 0:
-            return way
-        ages[way] = 0
-    return fifo_victim(ages, hand, unneeded)
-
-
-def rrip_victim(ages: Array, hand: int, unneeded: set[int]) -> int:
-    """2-bit SRRIP: the first unneeded way at or after the hand, going round, with age 3; while there is none,
-    all unneeded ways of the set age by one. Ages: 0 after a hit, 2 after an insert."""
-    while not any(ages[way] == OLDEST for way in unneeded):
-        for way in unneeded:
-            ages[way] += 1
-    return next(way for way in _round_from(hand, len(ages)) if way in unneeded and ages[way] == OLDEST)
-
-
-VICTIMS: dict[str, Victim] = {"fifo": fifo_victim, "clock": clock_victim, "rrip": rrip_victim}
-HIT_AGE = {"fifo": None, "clock": 1, "rrip": 0}
-INSERT_AGE = {"fifo": 0, "clock": 0, "rrip": 2}
 
 
 class _RowPlan:
@@ -66,15 +27,19 @@ class _RowPlan:
         self.high: Array = residency.high.numpy()[row : row + 1]
         self.sets: int = self.tags.shape[0]
         self.ways: int = self.tags.shape[1]
-        self.policy = residency.policy
+        self.policy = TABLE[residency.policy]
         self.needed: set[tuple[int, int]] = set()  # (set, way) used by this step
         self.slot_of: dict[int, int] = {}  # of ids placed by this step
         self.stats = dict.fromkeys(STATS, 0)
         self.misses: list[tuple[int, int, int]] = []  # (id, slot, position of its first occurrence)
 
+    def home(self, token: int) -> int:
+        """The one set that an id can be resident in."""
+        return token & (self.sets - 1)
+
     def find(self, token: int) -> int:
         """Slot of a resident id, or NO_SLOT."""
-        home = token & (self.sets - 1)
+        home = self.home(token)
         (ways,) = np.nonzero(self.tags[home] == token)
         return home * self.ways + int(ways[0]) if len(ways) else NO_SLOT
 
@@ -100,12 +65,13 @@ class _RowPlan:
             if slot == NO_SLOT:
                 continue
             where = divmod(slot, self.ways)
-            self.stats["duplicates" if where in self.needed else "hits"] += 1
-            self.needed.add(where)
             slots[k] = slot
-            age = HIT_AGE[self.policy]
-            if age is not None:
-                self.ages[where] = age
+            if where in self.needed:
+                self.stats["duplicates"] += 1
+                continue
+            self.stats["hits"] += 1
+            self.needed.add(where)
+            self.ages[where] = self.policy.age_after_hit(int(self.ages[where]))
 
     def take_way(self, index: int) -> int | None:
         """A way of the set that this step does not need: the lowest empty one, else the policy's victim,
@@ -117,25 +83,25 @@ class _RowPlan:
         if empty:
             way = min(empty)
         else:
-            way = VICTIMS[self.policy](self.ages[index], int(self.hands[index]), unneeded)
+            way = self.policy.victim(self.ages[index], int(self.hands[index]), unneeded)
             self.hands[index] = (way + 1) % self.ways
         self.needed.add((index, way))
         return way
 
     def install(self, token: int) -> int:
         """Makes an id resident in its own set; NO_SLOT when the step needs all of the set's ways."""
-        home = token & (self.sets - 1)
+        home = self.home(token)
         way = self.take_way(home)
         if way is None:
             return NO_SLOT
         self.tags[home, way] = token
-        self.ages[home, way] = INSERT_AGE[self.policy]
+        self.ages[home, way] = self.policy.new_age
         return home * self.ways + way
 
     def displace(self, token: int) -> int:
         """A way of the first other set, going round from the id's own, that has one to spare. It is left
         untagged, so that the id is gone after this step (I-4)."""
-        home = token & (self.sets - 1)
+        home = self.home(token)
         for step in range(1, self.sets):
             index = (home + step) % self.sets
             way = self.take_way(index)

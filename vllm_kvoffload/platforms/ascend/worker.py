@@ -43,8 +43,7 @@ class KVOffloadNPUWorker(NPUWorker):
         try:
             self._check_pages()
             if settings.shared_buffers is not None:
-                # vLLM divides by the pages of all layers, also of those that share memory.
-                return settings.shared_buffer_blocks(device_bytes) * settings.store_object_bytes()
+                return settings.shared_buffer_bytes(device_bytes)
             plan = settings.capacity(device_bytes)
         except ConfigError as error:
             refuse(error)

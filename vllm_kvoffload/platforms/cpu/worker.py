@@ -33,9 +33,8 @@ class KVOffloadCPUWorker(CPUWorker):
     def determine_available_memory(self) -> int:
         device_bytes: int = super().determine_available_memory()
         settings = self.settings
-        shared = settings.shared_buffers
-        if shared is not None:
-            return settings.shared_buffer_blocks(device_bytes) * settings.store_object_bytes()
+        if settings.shared_buffers is not None:
+            return settings.shared_buffer_bytes(device_bytes)
         if not settings.offload.enabled:
             return device_bytes
         capacity = settings.capacity(device_bytes)

@@ -1,6 +1,7 @@
 // Tiling of dsa_plan. Pure C++.
 #pragma once
 
+#include "../../../policies/policies.h"
 #include "../../common/tiling.h"
 #include "../op_kernel/dsa_plan_tiling_data.h"
 
@@ -63,7 +64,7 @@ inline void check_plan_shape(Checker& check, const PlanShape& shape, int64_t cor
                 "sets: the kernel needs at least " + std::to_string(kMinPartSets) + " per row, got " +
                     std::to_string(shape.sets) + "; use a topk_buffer_size of at least " +
                     std::to_string(kMinPartSets * shape.ways));
-  check.between("policy", shape.policy, kFifo, kRrip);
+  check.between("policy", shape.policy, 0, kPolicyCount - 1);
   check_pool(check, shape.rows, shape.sets * shape.ways);
   check.require(shape.sets * shape.ways <= 32768,
                 "slots per row: must be at most 32768, got " + std::to_string(shape.sets * shape.ways));

@@ -8,17 +8,18 @@
 
 namespace kvoffload::ascendc {
 
-__aicore__ inline void dsa_plan(const PlanArguments& args, const PlanTiling& tiling) {
+template <class P>
+__aicore__ inline void plan_by(const PlanArguments& args, const PlanTiling& tiling) {
   AscendC::TPipe pipe;
   {
-    PlanSets sets;
+    PlanSets<P> sets;
     sets.init(pipe, args, tiling);
     sets.run();
   }
   AscendC::SyncAll();
   pipe.Reset();
   {
-    PlanRows rows;
+    PlanRows<P> rows;
     rows.init(pipe, args, tiling);
     rows.run();
   }
@@ -28,6 +29,15 @@ __aicore__ inline void dsa_plan(const PlanArguments& args, const PlanTiling& til
   PlanTotals totals;
   totals.init(pipe, args, tiling);
   totals.run();
+}
+
+__aicore__ inline void dsa_plan(const PlanArguments& args, const PlanTiling& tiling) {
+  switch (static_cast<Policy>(tiling.policy)) {
+#define KVOFFLOAD_POLICY(name, Struct) \
+  case Policy::k##Struct: return plan_by<Struct>(args, tiling);
+    KVOFFLOAD_POLICIES(KVOFFLOAD_POLICY)
+#undef KVOFFLOAD_POLICY
+  }
 }
 
 }  // namespace kvoffload::ascendc

@@ -4,10 +4,6 @@
 
 namespace kvoffload::ascendc {
 
-constexpr int32_t kFifo = 0;
-constexpr int32_t kClock = 1;
-constexpr int32_t kRrip = 2;
-
 constexpr int32_t kMaxQueryTokens = 4;
 constexpr int32_t kLookUpIds = 256;     // ids looked up by one round of vector instructions
 constexpr int32_t kScanSlots = 1024;    // slots scanned by one
@@ -26,7 +22,7 @@ struct PlanTiling {
   int32_t sets;           // S
   int32_t ways;           // W
   int32_t way_bits;       // log2 W
-  int32_t policy;         // kFifo, kClock, kRrip
+  int32_t policy;         // a Policy, see csrc/policies/policies.h
   int32_t parts;          // power of two
   int32_t part_sets;      // S / parts
   int32_t part_set_bits;  // log2 of it

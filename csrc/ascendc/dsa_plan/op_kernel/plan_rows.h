@@ -9,6 +9,7 @@
 
 namespace kvoffload::ascendc {
 
+template <class P>
 class PlanRows {
  public:
   __aicore__ inline void init(AscendC::TPipe& pipe, const PlanArguments& args, const PlanTiling& tiling) {
@@ -71,8 +72,8 @@ class PlanRows {
     records_ = records_buffer_.Get<int32_t>();
     totals_ = totals_buffer_.Get<int32_t>();
     tags_ = tags_buffer_.Get<int32_t>();
-    sets_.init(states_buffer_.Get<uint8_t>(), hands_buffer_.Get<uint8_t>(), tiling_.way_bits, tiling_.policy);
-    AscendC::Duplicate(age_bits_buffer_.Get<uint16_t>(), static_cast<uint16_t>(kAgeBits * 0x0101), kScanSlots / 2);
+    sets_.init(states_buffer_.Get<uint8_t>(), hands_buffer_.Get<uint8_t>(), tiling_.way_bits);
+    AscendC::Duplicate(age_bits_buffer_.Get<uint16_t>(), static_cast<uint16_t>(kAgeMask * 0x0101), kScanSlots / 2);
     tags_.SetValue(0, -1);
   }
 
@@ -261,7 +262,7 @@ class PlanRows {
     int32_t way = kNoWay;
     for (int32_t i = 1; i < tiling_.sets && way == kNoWay; ++i) {
       set = (home + i) & (tiling_.sets - 1);
-      way = sets_.take_way(set);
+      way = sets_.take_way<P>(set);
     }
     return set * tiling_.ways + way;
   }
@@ -272,10 +273,10 @@ class PlanRows {
       if (totals_.GetValue(kRecordNewSlots + t) >= 0) continue;
       const int32_t id = stable_ + t;
       const int32_t set = id & (tiling_.sets - 1);
-      const int32_t way = sets_.take_way(set);
+      const int32_t way = sets_.take_way<P>(set);
       if (way == kNoWay) continue;
       const int32_t slot = set * tiling_.ways + way;
-      sets_.set_byte(slot, kWayNeeded | (tiling_.policy == kRrip ? 2 : 0));
+      sets_.set_byte(slot, kWayNeeded | P::kNewAge);
       const int32_t staged = (1 + t) * kUbBlockBytes / 4;
       tags_.SetValue(staged, id);
       KVOFFLOAD_ORDER(S_MTE3);

@@ -9,6 +9,7 @@
 
 namespace kvoffload::ascendc {
 
+template <class P>
 class PlanSets {
  public:
   __aicore__ inline void init(AscendC::TPipe& pipe, const PlanArguments& args, const PlanTiling& tiling) {
@@ -47,9 +48,9 @@ class PlanSets {
     needed_bits_ = bytes[kByteLanes];
     lanes_ = bytes[2 * kByteLanes];
     sums_ = sums_buffer_.Get<uint16_t>();
-    AscendC::Duplicate(age_bits_, static_cast<uint16_t>(kAgeBits * 0x0101), kByteLanes);
+    AscendC::Duplicate(age_bits_, static_cast<uint16_t>(kAgeMask * 0x0101), kByteLanes);
     AscendC::Duplicate(needed_bits_, static_cast<uint16_t>(kWayNeeded * 0x0101), kByteLanes);
-    sets_.init(states_, hands_buffer_.Get<uint8_t>(), tiling_.way_bits, tiling_.policy);
+    sets_.init(states_, hands_buffer_.Get<uint8_t>(), tiling_.way_bits);
   }
 
   __aicore__ inline void init_positions(AscendC::TPipe& pipe) {
@@ -191,10 +192,11 @@ class PlanSets {
   }
 
   __aicore__ inline void mark_hit(int32_t slot) {
-    if (tiling_.policy == kFifo) {  // ages are none of its business
-      sets_.set_byte(slot, sets_.byte(slot) | kWayNeeded);
+    if constexpr (kHitForgetsAge<P>) {
+      sets_.set_byte(slot, kWayNeeded | P::kHitFloor);
     } else {
-      sets_.set_byte(slot, tiling_.policy == kClock ? kWayNeeded | 1 : kWayNeeded);
+      const uint8_t byte = sets_.byte(slot);
+      if ((byte & kWayNeeded) == 0) sets_.set_byte(slot, kWayNeeded | age_after_hit<P>(byte));
     }
   }
 
@@ -255,14 +257,14 @@ class PlanSets {
       count(kRecordDuplicates, 1);
       return plan_value(kHowDuplicate, before + earlier);
     }
-    const int32_t way = sets_.take_way(set);
+    const int32_t way = sets_.take_way<P>(set);
     if (way == kNoWay) {
       count(kRecordOverflow, 1);
       return plan_value(kHowOverflow, -1);
     }
     const int32_t slot = set * tiling_.ways + way;
     tags_.SetValue(slot, id);
-    sets_.set_byte(slot, kWayNeeded | kWayPlaced | (tiling_.policy == kRrip ? 2 : 0));
+    sets_.set_byte(slot, kWayNeeded | kWayPlaced | P::kNewAge);
     if (id < stable_) {
       count(kRecordMisses, 1);
       return plan_value(kHowMiss, before + slot);
