@@ -77,11 +77,15 @@ def engine(role: str, port: int, quantised: bool) -> Any:
     return SimpleNamespace(
         additional_config=options, kv_transfer_config=transfer, speculative_config=None, quant_config=None,
         instance_id=f"{role}-{port}",
-        model_config=SimpleNamespace(hf_text_config=HF, dtype=torch.bfloat16, max_model_len=512, model="m"),
-        cache_config=SimpleNamespace(block_size=BLOCK),
+        model_config=SimpleNamespace(
+            hf_text_config=HF, dtype=torch.bfloat16, max_model_len=512, model="m", enforce_eager=True,
+            enable_sleep_mode=False,
+        ),
+        cache_config=SimpleNamespace(block_size=BLOCK, cache_dtype="auto"),
         scheduler_config=SimpleNamespace(max_num_seqs=1),
         parallel_config=SimpleNamespace(
-            data_parallel_index=0, data_parallel_size=1, tensor_parallel_size=1
+            data_parallel_index=0, data_parallel_size=1, tensor_parallel_size=1, pipeline_parallel_size=1,
+            prefill_context_parallel_size=1, decode_context_parallel_size=1,
         ),
     )  # fmt: skip
 

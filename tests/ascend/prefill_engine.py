@@ -96,12 +96,15 @@ def engine_config(transfer: KVTransferConfig, drafts: int = 0) -> Any:
         instance_id=f"test-{next(_engine_numbers)}",
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(**CONFIG), dtype=torch.float32, max_model_len=MAX_LEN, model="m",
-            revision=None, enforce_eager=True,
+            revision=None, enforce_eager=True, enable_sleep_mode=False,
         ),
-        cache_config=SimpleNamespace(block_size=BLOCK, prefix_caching_hash_algo="sha256"),
+        cache_config=SimpleNamespace(
+            block_size=BLOCK, prefix_caching_hash_algo="sha256", cache_dtype="auto"
+        ),
         scheduler_config=SimpleNamespace(max_num_seqs=2, disable_hybrid_kv_cache_manager=False),
         parallel_config=SimpleNamespace(
-            data_parallel_index=0, data_parallel_size=1, tensor_parallel_size=1,
+            data_parallel_index=0, data_parallel_size=1, tensor_parallel_size=1, pipeline_parallel_size=1,
+            prefill_context_parallel_size=1, decode_context_parallel_size=1,
         ),
     )  # fmt: skip
 
