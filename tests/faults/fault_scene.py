@@ -256,4 +256,10 @@ def warm_up(cluster: Cluster) -> None:
             after(0.2, client.abort)
         for client in clients:
             assert client.join(DEADLINE_S)
+    for name in (
+        "prefill",
+        "decode",
+    ):  # pyzmq's thread for large messages, which is not there before the first
+        large = cluster.client(100, to=name, kv_transfer_params={"large": "x" * 100_000}).start()
+        assert large.join(DEADLINE_S)
     cluster.settle()

@@ -67,13 +67,14 @@ def test_frames_at_the_control_port(cluster, secret):
         true = None if secret else strangers.learn_hello(cluster.ports["prefill"])
         assert secret == (true is None)
 
-        def act(seed=7):
-            strangers.frames(cluster.kv_port, random.Random(seed), known, true)
+        def act():
+            for seed in range(3):
+                strangers.frames(cluster.kv_port, random.Random(seed), known, true)
+                strangers.raw_garbage(cluster.kv_port, random.Random(seed))
 
-        scene.all_phases(act, "prefill", "decode")
-        for seed in range(2):
-            act(seed)
-            strangers.raw_garbage(cluster.kv_port, random.Random(seed))
+        stranger = threading.Thread(target=act)
+        scene.all_phases(stranger.start, "prefill", "decode")
+        stranger.join()
 
 
 def test_many_and_huge_at_the_control_port(cluster):
