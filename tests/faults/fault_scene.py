@@ -233,6 +233,13 @@ def end_all(scenes: list[Scene]) -> None:
             pass
 
 
+def beside(scene: Scene, act: Callable[[], Any], *others: str) -> None:
+    """One request in each phase when `act` begins, which may take its time."""
+    thread = threading.Thread(target=act)
+    scene.all_phases(thread.start, *(others or ("prefill", "decode")))
+    thread.join()
+
+
 def after(seconds: float, act: Callable[[], None]) -> None:
     """Calls `act` later, in a thread."""
     timer = threading.Timer(seconds, act)

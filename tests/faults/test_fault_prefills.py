@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from fault_cluster import LEASE_S, REQUEST_S, Kind
-from fault_scene import DEADLINE_S, STREAMING, WAITING, Scene, together
+from fault_scene import DEADLINE_S, STREAMING, WAITING, Scene, together, wait_for
 
 pytestmark = pytest.mark.slow
 FULL = pytest.mark.faults_full
@@ -68,7 +68,7 @@ def test_mismatched(cluster, what):
                 ]
                 for client in met:
                     assert client.join(DEADLINE_S)
-            assert cluster.failures("mismatch") > before, "the control: decode met it"
+            wait_for(lambda: cluster.failures("mismatch") > before, "the control: decode met it", 15)
         with Scene(cluster, f"prefill with another {what}, alone", again=False) as scene:
             cluster.admin("remove", "prefill")
             try:

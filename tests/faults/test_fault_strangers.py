@@ -13,7 +13,7 @@ import pytest
 from fault_client import Client
 from fault_cluster import BLOCK_TOKENS, LEASE_S, REQUEST_S, metrics
 from fault_report import PHASES
-from fault_scene import BEFORE, DEADLINE_S, PULLING, STREAMING, WAITING, Scene, together, wait_for
+from fault_scene import BEFORE, DEADLINE_S, PULLING, STREAMING, WAITING, Scene, beside, together, wait_for
 
 from vllm_kvoffload.demo.processes import session_and_descendants
 from vllm_kvoffload.demo.server import HOST, free_port
@@ -73,9 +73,7 @@ def test_frames_at_the_control_port(cluster, secret):
                 strangers.frames(cluster.kv_port, random.Random(seed), known, true)
                 strangers.raw_garbage(cluster.kv_port, random.Random(seed))
 
-        stranger = threading.Thread(target=act)
-        scene.all_phases(stranger.start, "prefill", "decode")
-        stranger.join()
+        beside(scene, act)
 
 
 def test_many_and_huge_at_the_control_port(cluster):
@@ -98,8 +96,8 @@ def test_many_and_huge_at_the_control_port(cluster):
 
 
 def test_bad_hosts(cluster):
-    """In rendezvous, and in requests straight to prefill, many at a time. The former end with an error soon;
-    whatever becomes of the latter, those beside them are right."""
+    """In rendezvous, and in requests straight to prefill, many at a time. The former end soon;
+    whatever becomes of them, those beside them are right."""
     with Scene(cluster, "bad remote_host, in rendezvous and straight to prefill", (PULLING,)) as scene:
         scene.bystanders("prefill", "decode")
         sent, asked = [], []
@@ -113,9 +111,8 @@ def test_bad_hosts(cluster):
                 scene.add(BEFORE, asked[-1]).start()
         for client in together(3, lambda n: cluster.client(300 + 300 * n)):
             scene.add(PULLING, client)
-        for client in sent:
+        for client in sent:  # a name that may be one is asked of another prefill, or of this one again
             assert client.join(REQUEST_S / 2), "it ends at once, or by the lease"
-            assert client.verdict([]) == "error"
         for client in asked:
             assert client.join(DEADLINE_S)
 
@@ -171,11 +168,7 @@ def test_reset(cluster):
         again = Client(cluster.ports["proxy"], first.prompt, first.max_tokens)
         assert scene.add(BEFORE, again).start().join(DEADLINE_S)
         assert {name: _hits(cluster, name) for name in ENGINES} == hits, "something was still cached"
-        scene.all_phases(lambda: [cluster.reset(name) for name in ENGINES], *ENGINES)
-        for _ in range(5):
-            for name in ENGINES:
-                cluster.reset(name)
-            time.sleep(0.2)
+        beside(scene, lambda: [cluster.reset(name) for name in ENGINES * 5])
 
 
 def _hits(cluster, name):
