@@ -55,13 +55,13 @@ def test_frozen_beside_another(cluster):
 def test_mismatched(cluster, what):
     """Beside one that fits: decode refuses it, and the other gets the requests. Alone: an error at once that
     names the field."""
+    before = cluster.failures("mismatch")
     with cluster.second_prefill(Kind(flags=OTHERS[what])):
         with Scene(
             cluster, f"prefill with another {what}, beside one that fits", (WAITING, STREAMING)
         ) as scene:
             scene.streams()
             scene.bystanders("prefill", "decode")
-            before = cluster.failures("mismatch")
             for _ in range(2):  # the second time it is known
                 met = [
                     scene.add(WAITING, client) for client in together(4, lambda n: cluster.client(300 + n))
