@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from vllm_kvoffload.foreign_text import shown
 from vllm_kvoffload.log import QuietLog
 
 _Result = TypeVar("_Result")
-
-SHOWN = 80
-"""Longest piece of foreign text in a message."""
 
 
 class RequestGuard:
@@ -36,17 +34,3 @@ class RequestGuard:
             what = f"{hook} failed with {type(error).__name__}"
             self._log.exception(what, f"{what} for request {shown(req_id)}; only this request ends")
             return failed(what)
-
-
-def shown(value: object) -> str:
-    """A foreign value for a message: one line of ASCII, short, whatever it is."""
-    if isinstance(value, str):
-        text = ascii(value[:SHOWN])
-        return text if len(value) <= SHOWN else f"{text}... ({len(value)} characters)"
-    if value is None or isinstance(value, (bool, float)):
-        return repr(value)
-    if isinstance(value, int):
-        return repr(value) if value.bit_length() <= 128 else f"an integer of {value.bit_length()} bits"
-    if isinstance(value, dict):
-        return "an object"
-    return "a list" if isinstance(value, list) else f"a {type(value).__name__}"

@@ -17,10 +17,10 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from vllm_kvoffload.foreign_text import printable
+from vllm_kvoffload.log import QuietLog
 from vllm_kvoffload.proxy.chunks import ChunkError, Chunks
-from vllm_kvoffload.proxy.core import logger
 from vllm_kvoffload.proxy.errors import error_body
-from vllm_kvoffload.proxy.log_limit import Seldom, one_line
 from vllm_kvoffload.proxy.settings import ProxySettings
 
 RESERVE = 64  # connections beyond the cap, for these paths only
@@ -29,6 +29,7 @@ AHEAD = 64 << 10  # bytes of further requests that are read while one is under w
 LINGER = 2.0  # seconds in which the rest of a refused request is thrown away, so that the answer arrives
 LINGER_BYTES = 256 << 20
 STALL_SLACK = 1.0  # seconds; the application's own look at a client that doesn't read comes first
+LOG_PERIOD = 10.0  # seconds between two log lines of a kind that strangers cause
 REST = 5.0  # seconds for the rest of a body whose request was answered already
 REQUEST_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([!-~\x80-\xff]+) HTTP/(\d)\.(\d)\r\n")
 # What no head has: checked as bytes come, since such a head may never have an end that is waited for.
@@ -65,22 +66,20 @@ class Door:
         self.head_seconds = settings.deadlines.head
         self.stall_seconds = settings.deadlines.client_stall
         self.waiting: dict[Edge, None] = {}  # without a whole request, oldest first
-        self._refused = Seldom(logger)
-        self._full = Seldom(logger)
+        self._log = QuietLog(__name__, period_s=LOG_PERIOD)
 
     def refused(self, client: object, refusal: Refusal) -> None:
         """Logs one refusal."""
-        text = one_line(str(refusal))
-        self._refused.warning("proxy: %d to a request from %s: %s", refusal.status, client, text)
+        text = printable(str(refusal))
+        self._log.warning("refused", f"proxy: {refusal.status} to a request from {client}: {text}")
 
     def full(self, connections: int) -> None:
         """Logs that the cap is reached."""
-        self._full.warning(
-            "proxy: %d connections are open, of --max-connections %d; those between requests are closed for"
-            " new ones, and where there are none new requests get 503",
-            connections,
-            self.limits.connections,
+        text = (
+            f"proxy: {connections} connections are open, of --max-connections {self.limits.connections};"
+            " those between requests are closed for new ones, and where there are none new requests get 503"
         )
+        self._log.warning("full", text)
 
 
 class Edge(HttpToolsProtocol):
@@ -427,7 +426,7 @@ class Edge(HttpToolsProtocol):
             self._close()
 
     def _refusal_bytes(self, refusal: Refusal) -> bytes:
-        body = error_body(refusal.status, one_line(str(refusal)))
+        body = error_body(refusal.status, printable(str(refusal)))
         fields = [*self.server_state.default_headers, (b"content-type", b"application/json")]
         fields += [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
         if refusal.status == 503:

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vllm_kvoffload.hostnames import HostError, canonical_host
 from vllm_kvoffload.proxy.errors import Refused
-from vllm_kvoffload.proxy.settings import SettingsError, check_host, is_wildcard
 
 Kind = Literal["completion", "chat"]
 Message = dict[str, Any]
@@ -89,15 +89,6 @@ def check_notice(message: object) -> tuple[str, Notice]:
     return message["request_id"], Notice(message["failure"], message["error"][:REASON_LIMIT], layout)
 
 
-def _check_host(host: str) -> None:
-    if is_wildcard(host):
-        raise Refused(f"remote_host {host[:80]!r} can't be called", "remote_host")
-    try:
-        check_host(host, "remote_host")
-    except SettingsError as error:
-        raise Refused(str(error), "remote_host") from error
-
-
 def check_message(message: object) -> Message:
     """The message, as prefill will get it. Raises ``Refused`` for missing fields and wrong types."""
     if not isinstance(message, dict):
@@ -111,7 +102,10 @@ def check_message(message: object) -> Message:
             if boolean or not isinstance(value, types):
                 expected = " or ".join(t.__name__ for t in types)
                 raise Refused(f"{name} must be {expected}, found {type(value).__name__}", name)
-    _check_host(message["remote_host"])
+    try:
+        canonical_host(message["remote_host"], scope=True)
+    except HostError as error:
+        raise Refused(f"remote_host: {error}", "remote_host") from error
     if not 0 < message["remote_port"] < 65536:
         raise Refused(f"remote_port {message['remote_port']} is no port", "remote_port")
     if message["remote_cached_tokens"] < 0:

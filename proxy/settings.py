@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
+from vllm_kvoffload.hostnames import HostError, canonical_host
 from vllm_kvoffload.proxy.tls import EngineTls, Tls, TlsError
 
-LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")  # of a name; Docker's may have _
-NAME_LIMIT = 253
 METASERVER = "/v1/metaserver"
 PROBE_JITTER = 1.2  # the longest time between two probes, in intervals
 WILDCARDS = frozenset({"", "0.0.0.0", "::", "0:0:0:0:0:0:0:0", "*"})
@@ -50,22 +48,11 @@ def is_wildcard(host: str) -> bool:
 
 def check_host(host: str, flag: str) -> str:
     """``host`` without brackets. Raises ``SettingsError`` where it is neither a name nor an address."""
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    shown = repr(host[:80])
-    if not bare or not bare.isascii() or any(c in "/@?#" or not c.isprintable() or c == " " for c in bare):
-        raise SettingsError(f"{flag}: {shown} is no host; give a name or an address without scheme or port")
-    labels = bare.removesuffix(".").split(".")
-    if ":" in bare or all(part.isdigit() for part in labels):
-        try:
-            ipaddress.ip_address(bare)
-        except ValueError as error:
-            raise SettingsError(f"{flag}: {shown} is not a valid IP address") from error
-    elif len(bare) > NAME_LIMIT or not all(LABEL.fullmatch(label) for label in labels):
-        # The resolver raises UnicodeError for such names instead of not finding them.
-        raise SettingsError(
-            f"{flag}: {shown} is no host name: parts of 1 to 63 letters, digits, '-' and '_' between dots"
-        )
-    return bare
+    try:
+        canonical_host(host, scope=True)
+    except HostError as error:
+        raise SettingsError(f"{flag}: {error}; give a name or an address without scheme or port") from error
+    return host.strip("[]")
 
 
 def check_port(port: int, flag: str) -> int:

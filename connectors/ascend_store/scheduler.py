@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from vllm_kvoffload.connectors.ascend_store.metadata import StoreMetadata, StoreStep
 from vllm_kvoffload.connectors.scheduled import scheduled_requests
+from vllm_kvoffload.log import QuietLog
 from vllm_kvoffload.store import KeySpace, Store
-from vllm_kvoffload.store.quiet_log import QuietLog
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,7 +62,7 @@ class StoreScheduler:
     _found: dict[str, int] = field(default_factory=dict)
     _generation: str = ""
     _runs: Iterator[str] = field(default_factory=lambda: _run_names(secrets.token_hex(8)))
-    _log: QuietLog = field(default_factory=lambda: QuietLog(__name__))
+    _log: QuietLog = field(default_factory=lambda: QuietLog(__name__, subject="store"))
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens beyond the computed ones that the store has; at least one token is left to compute."""

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from vllm_kvoffload.connectors.ascend_store.metadata import StoreMetadata, StoreStep
 from vllm_kvoffload.layerwise.pipeline import LayerPipeline, Rows, Step
-from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.log import QuietLog, get_logger
 from vllm_kvoffload.store import KeySpace, ReadObject, Store, StoreError, WriteObject, WriteRefusal
-from vllm_kvoffload.store.quiet_log import QuietLog
 
 logger = get_logger(__name__)
 
@@ -89,7 +88,7 @@ class StoreWorker:
         self._requests: dict[str, Held] = {}
         self._step: list[Current] = []
         self._begun: set[str] = set()  # in this step
-        self._log = QuietLog(__name__)
+        self._log = QuietLog(__name__, subject="store")
         self._number = 0  # of the step; the same on all ranks
         self._invalid: set[int] = set()
         self._unquiet_writes: list[WriteObject] = []

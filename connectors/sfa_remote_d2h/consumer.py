@@ -49,9 +49,9 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     ToDecode,
     ToPrefill,
     parts,
-    printable,
     wire_name,
 )
+from vllm_kvoffload.foreign_text import printable
 from vllm_kvoffload.metrics.fields import ReceiveFailure
 
 GONE_KEPT = 4096

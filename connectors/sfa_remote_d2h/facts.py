@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from vllm_kvoffload.connectors.sfa_remote_d2h.wire import printable
+from vllm_kvoffload.foreign_text import printable
 
 FACT_LENGTH = 200
 

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvoffload.connectors.guard import shown
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import external_id
-from vllm_kvoffload.connectors.sfa_remote_d2h.hosts import HostError, HostList
+from vllm_kvoffload.connectors.sfa_remote_d2h.hosts import HostList
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import Target
 from vllm_kvoffload.connectors.sfa_remote_d2h.ports import MAX_PORT, TPMismatchError, tp_ratio
 from vllm_kvoffload.connectors.sfa_remote_d2h.rendezvous import RendezvousError, check_url
+from vllm_kvoffload.foreign_text import shown
+from vllm_kvoffload.hostnames import HostError
 
 MAX_ID = 256
 """Characters of an external request id: it travels in every message about the request."""

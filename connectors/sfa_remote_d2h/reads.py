@@ -10,7 +10,8 @@ import numpy as np
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import ReadOrder
-from vllm_kvoffload.connectors.sfa_remote_d2h.wire import Hello, printable
+from vllm_kvoffload.connectors.sfa_remote_d2h.wire import Hello
+from vllm_kvoffload.foreign_text import printable
 from vllm_kvoffload.log import QuietLog
 from vllm_kvoffload.transfer import PeerHandle, ReadHandle, ReadStatus, Spans, TransferEngine, TransferError
 from vllm_kvoffload.transfer.spans import block_spans

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvoffload.connectors.guard import RequestGuard, shown
+from vllm_kvoffload.connectors.guard import RequestGuard
 from vllm_kvoffload.connectors.scheduled import scheduled_requests
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import RemoteD2HConfig, external_id
 from vllm_kvoffload.connectors.sfa_remote_d2h.hosts import HostList
@@ -30,6 +30,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure, Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.ports import chunk_range
 from vllm_kvoffload.connectors.sfa_remote_d2h.rendezvous import Rendezvous
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
+from vllm_kvoffload.foreign_text import shown
 from vllm_kvoffload.log import QuietLog, get_logger
 from vllm_kvoffload.metrics.fields import ReceiveFailure
 

@@ -30,8 +30,8 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     WireError,
     decode_to_decode,
     encode,
-    printable,
 )
+from vllm_kvoffload.foreign_text import printable
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import StatsChannel
 from vllm_kvoffload.metrics.fields import ReceiveFailure

@@ -15,7 +15,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.facts import digest_of
 from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import TICK_S, Idle, IOThread, receive, send, tcp
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import PrefillMetadata, PrefillStep, Target
-from vllm_kvoffload.connectors.sfa_remote_d2h.ports import MAX_PORT, TPMismatchError, is_host, tp_ratio
+from vllm_kvoffload.connectors.sfa_remote_d2h.ports import MAX_PORT, TPMismatchError, tp_ratio
 from vllm_kvoffload.connectors.sfa_remote_d2h.producer import SILENT_S, Producer
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     MAX_FACTS,
@@ -27,8 +27,9 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     WireError,
     decode_to_prefill,
     encode,
-    printable,
 )
+from vllm_kvoffload.foreign_text import printable
+from vllm_kvoffload.hostnames import HostError, canonical_host
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import StatsChannel
 from vllm_kvoffload.runtime.base import Event
@@ -276,7 +277,7 @@ class PrefillWorker(IOThread):
                 send(self._socket(endpoint), [encode(message)])
             except Exception as error:
                 failed.add(endpoint)
-                self.errors += not isinstance(error, (EndpointError, zmq.ZMQError))
+                self.errors += not isinstance(error, (EndpointError, HostError, zmq.ZMQError))
                 with self.lock:
                     self.producer.fail_endpoint(endpoint)
                 name = printable(f"{endpoint[0]}:{endpoint[1]}", 128)
@@ -313,12 +314,13 @@ class PrefillWorker(IOThread):
         self.quiet.error(kind, f"decode rank at {endpoint[0]}:{endpoint[1]}: {printable(reason)}")
 
     def _socket(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
-        """The connection to an endpoint. Raises EndpointError, ZMQError."""
+        """The connection to an endpoint. Raises EndpointError, HostError, ZMQError."""
         socket = self._sockets.get(endpoint)
         if socket is None:
             host, port = endpoint
-            if not is_host(host) or not 1 <= port <= MAX_PORT:
-                raise EndpointError("this is no host and port")
+            canonical_host(host)
+            if not 1 <= port <= MAX_PORT:
+                raise EndpointError(f"{port} is no port")
             self._make_room()
             socket = self._context.socket(zmq.DEALER)
             try:
