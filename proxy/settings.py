@@ -191,6 +191,16 @@ def advertised(host: str, port: int, advertise_host: str | None) -> Address:
     return Address(check_host(chosen, flag), port)
 
 
+def check_side_ports(port: int, admin_port: int | None, metaserver_port: int | None) -> None:
+    """Raises ``SettingsError`` unless each port is one, and another than the others."""
+    if admin_port is not None and check_port(admin_port, "--admin-port") == port:
+        raise SettingsError("--admin-port: must differ from --port; without it, /admin is on --port")
+    if metaserver_port is None:
+        return
+    if check_port(metaserver_port, "--metaserver-port") in (port, admin_port):
+        raise SettingsError("--metaserver-port: must differ from --port and --admin-port")
+
+
 def check_security(tls: Tls | None, engine_tls: EngineTls | None, api_keys: Sequence[str]) -> None:
     """Reads the certificates. Raises ``SettingsError``."""
     for key in api_keys:
@@ -238,17 +248,10 @@ def proxy_settings(
         raise SettingsError(f"--max-retries: {max_retries} is negative")
     if max_held_bytes < 1 << 20:
         raise SettingsError(f"--max-held-bytes: {max_held_bytes} is less than a megabyte")
-    if admin_port is not None:
-        check_port(admin_port, "--admin-port")
-        if admin_port == port:
-            raise SettingsError("--admin-port: must differ from --port; without it, /admin is on --port")
-        if not admin_token:
-            raise SettingsError("--admin-port: needs a token in KVOFFLOAD_PROXY_ADMIN_TOKEN")
+    if admin_port is not None and not admin_token:
+        raise SettingsError("--admin-port: needs a token in KVOFFLOAD_PROXY_ADMIN_TOKEN")
+    check_side_ports(port, admin_port, metaserver_port)
     check_security(tls, engine_tls, api_keys)
-    if metaserver_port is not None:
-        check_port(metaserver_port, "--metaserver-port")
-        if metaserver_port in (port, admin_port):
-            raise SettingsError("--metaserver-port: must differ from --port and --admin-port")
     return ProxySettings(
         host=host,
         port=port,

@@ -17,6 +17,7 @@ from vllm.utils.network_utils import get_ip
 
 from vllm_kvoffload.connectors.device import current_npu
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import RemoteD2HConfig, parse_remote_d2h
+from vllm_kvoffload.connectors.sfa_remote_d2h.facts import digest_of
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout, layer_index
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import (
     DecodeMetadata,
@@ -127,7 +128,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         layout = Layout.of(kv_caches, self._num_blocks)
         model = vllm_config.model_config
         facts = layout.facts(model.hf_text_config, model.dtype, self._block_size)
-        self._digest = layout.digest(model.hf_text_config, model.dtype, self._block_size)
+        self._digest = digest_of(facts)
         tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         role = "prefill" if config.producer else "decode"
         device_id = tp_rank

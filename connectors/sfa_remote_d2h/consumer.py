@@ -31,7 +31,6 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.pending import (
     Receive,
     describe,
 )
-from vllm_kvoffload.connectors.sfa_remote_d2h.ports import owner
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     Beat,
     BeatAck,
@@ -423,7 +422,7 @@ class Consumer:
         """Orders a read; False when this rank has nothing to read of these layers, which counts as read."""
         done = layers.stop == self._num_layers
         pull.reading_to = (pull.read_chunks + done, 0 if done else layers.stop)
-        main, indexer = self._shares(self._peers[pull.session], pairs)
+        main, indexer = self._peers[pull.session].shares(pairs, self._tp_size, self._tp_rank)
         if not main and not indexer:
             pull.read_chunks, pull.read_layers = pull.reading_to
             return False
@@ -433,17 +432,6 @@ class Consumer:
         self._reads[number] = (pending.order.req_id, pull)
         self.orders.append(ReadOrder(number, pull.session, pending.order.req_id, layers, main, indexer))
         return True
-
-    def _shares(
-        self, peer: Peer, pairs: Sequence[tuple[int, int, int]]
-    ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """Main blocks are divided among decode's ranks, which share a host pool, and come from member 0.
-        Indexer blocks are wanted by every decode rank, and divided among its contributors."""
-        main: list[tuple[int, int]] = []
-        if peer.member == 0:
-            main = [(a, b) for n, a, b in pairs if owner(n, self._tp_size) == self._tp_rank]
-        indexer = [(a, b) for n, a, b in pairs if owner(n, peer.ratio) == peer.member]
-        return tuple(main), tuple(indexer)
 
     # -------------------------------------------------------------------------------------------- failures
 

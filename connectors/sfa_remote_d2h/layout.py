@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvoffload.connectors.sfa_remote_d2h.facts import clipped, digest_of
+from vllm_kvoffload.connectors.sfa_remote_d2h.facts import clipped
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import LayerLayout
 from vllm_kvoffload.transfer import Region
 
@@ -66,10 +66,6 @@ class Layout:
         values = {key: _text(getattr(model, key, None)) for key in _MODEL_KEYS}
         values |= {"dtype": str(dtype), "block_size": str(block_size), "layers": str(len(self.layers))}
         return {**values, "block_bytes": clipped(_sizes(self.layers))}
-
-    def digest(self, model: Any, dtype: object, block_size: int) -> str:
-        """`digest_of` these facts."""
-        return digest_of(self.facts(model, dtype, block_size))
 
 
 def _text(value: object) -> str:

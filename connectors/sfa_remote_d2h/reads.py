@@ -71,11 +71,6 @@ class Reads:
     def __len__(self) -> int:
         return len(self._flights)
 
-    @property
-    def num_sources(self) -> int:
-        """Prefill ranks that can be read from."""
-        return len(self._sources)
-
     def meet(self, hello: Hello) -> str:
         """Makes a prefill rank's memory readable. Returns why it isn't, or ""."""
         theirs = [(layer.index, layer.sizes) for layer in hello.layers]

@@ -18,7 +18,6 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import PrefillMetadata, P
 from vllm_kvoffload.connectors.sfa_remote_d2h.ports import MAX_PORT, TPMismatchError, tp_ratio
 from vllm_kvoffload.connectors.sfa_remote_d2h.producer import SILENT_S, Producer
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
-    MAX_FACTS,
     MAX_FRAME_BYTES,
     MAX_TP,
     Hello,
@@ -104,7 +103,7 @@ class PrefillWorker(IOThread):
             metadata=engine.local_metadata(),
             lease_s=limits.lease_s,
             progress=progress,
-            facts=dict(list(facts.items())[:MAX_FACTS]),
+            facts=dict(facts),
         )
         self._key = None if control_key is None else ControlKey(control_key)
         self.frames_refused = 0
