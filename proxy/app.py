@@ -84,7 +84,7 @@ class ProxyApp:
         await self.guarded(self._request, scope, receive, send)
 
     async def guarded(self, endpoint: Handler, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs ``endpoint``; what it raises is an answer, or the end of a connection, but no crash."""
+        """Runs ``endpoint``; its exceptions become an answer, or end the connection."""
         try:
             await endpoint(scope, receive, send)
         except HttpFailure as failure:

@@ -114,7 +114,7 @@ def is_gone(send: Send) -> bool:
 
 
 class Keys:
-    """The API keys that clients may have; none is any. As vLLM's server checks them."""
+    """The accepted API keys, checked as vLLM's server does. Without keys every client is accepted."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]

@@ -1,4 +1,4 @@
-"""Limits on bytes that are held at a time: refused beyond, or waited for. No I/O; for one event loop."""
+"""Limits on the bytes held at a time: beyond them, refuse or wait. No I/O; for one event loop."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What stands between strangers' bytes and the proxy's application: limits, framing, deadlines.
+"""The HTTP front of the proxy: limits, framing and deadlines, before a request reaches the application.
 
-uvicorn's protocol over llhttp does the HTTP. This class decides what it gets to see: one request's head at a
-time, whole and within the limits; then exactly that request's body. So a head costs memory only for its own
+uvicorn's protocol over llhttp does the HTTP. :class:`Edge` passes it one request's head at a time, whole and
+within the limits; then exactly that request's body. So a head costs memory only for its own
 bytes, requests that are sent ahead wait as bytes instead of as tasks, and an ``Upgrade`` that is not taken
 can't shift where the next request begins. All of it is per request: nothing here runs per token.
 """
@@ -32,7 +32,7 @@ STALL_SLACK = 1.0  # seconds; the application's own look at a client that doesn'
 LOG_PERIOD = 10.0  # seconds between two log lines of a kind that strangers cause
 REST = 5.0  # seconds for the rest of a body whose request was answered already
 REQUEST_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([!-~\x80-\xff]+) HTTP/(\d)\.(\d)\r\n")
-# What no head has: checked as bytes come, since such a head may never have an end that is waited for.
+# Bytes that no head may have: checked as they arrive, since such a head may never end.
 BROKEN = re.compile(rb"(?<!\r)\n|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 UPGRADE = re.compile(rb"(?<=\r\n)upgrade(?=:)", re.IGNORECASE)
 IGNORED = b"ignored"  # as long as "upgrade"
@@ -206,7 +206,7 @@ class Edge(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _attempt(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Does ``work``; what it can't take is refused."""
+        """Calls ``work``; refuses the request if it raises."""
         try:
             work(*arguments)
         except (Refusal, ChunkError) as error:
@@ -228,7 +228,7 @@ class Edge(HttpToolsProtocol):
         return found + 4 if found >= 0 else 0
 
     def _whole(self, data: bytes, end: int) -> None:
-        """What nearly every request is: one read of the socket, with its head and its body."""
+        """The usual case: one read of the socket brings a request's head and its body."""
         self._request(data[:end])
         rest = data[end:]
         if not rest:
@@ -300,7 +300,7 @@ class Edge(HttpToolsProtocol):
         return True
 
     def _check_beginning(self) -> None:
-        """Raises ``Refusal`` for what can't become a head within the limits."""
+        """Raises ``Refusal`` where the beginning of a head already exceeds the limits."""
         limits = self.door.limits
         if b"\r\n" not in self._buffer[: limits.uri_bytes + 64] and len(self._buffer) > limits.uri_bytes + 64:
             raise Refusal(414, f"the request's target has more than {limits.uri_bytes} bytes")

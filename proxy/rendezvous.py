@@ -1,7 +1,7 @@
 """The meeting of decode and prefill through ``/v1/metaserver``. No I/O.
 
 A decode engine that has room for a request's KV posts where to send it. The proxy made the request's id,
-which nobody can guess, and knows which posts to expect; nothing else may start a prefill. A post is answered
+which can't be guessed, and knows which posts to expect; nothing else may start a prefill. A post is answered
 when the prefill of its own request ended, as vLLM-Ascend's connector has it; it never waits for other posts,
 of which an engine has only a few at a time.
 """

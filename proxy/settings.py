@@ -102,7 +102,7 @@ class Deadlines:
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may use. Raises ``SettingsError`` for values that can't work."""
+    """Limits on a client's requests and connections. Raises ``SettingsError`` for values that can't work."""
 
     head_bytes: int = 64 << 10  # request line and header fields
     head_fields: int = 200
@@ -143,7 +143,7 @@ class ProxySettings:
     engine_tls: EngineTls | None = None
     api_keys: tuple[str, ...] = ()
     metaserver_port: int | None = None
-    # Whoever has it may post for a request: the id alone, which clients see in answers, opens nothing.
+    # Needed to post for a request: clients see its id in their answer, so the id alone must not be enough.
     metaserver_token: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
 
     @property
@@ -160,12 +160,12 @@ class ProxySettings:
 
     @property
     def metaserver(self) -> str:
-        """What decode engines are told to post to. Not for logs."""
+        """The URL that decode engines post to. It has the token in it: keep it out of logs."""
         return f"{self.metaserver_origin}{METASERVER}/{self.metaserver_token}"
 
     @property
     def failures(self) -> str:
-        """Where decode engines say why they didn't get a request's KV."""
+        """The URL for decode engines' failure notices."""
         return f"{self.metaserver}/failed"
 
     @property

@@ -49,7 +49,7 @@ class StoreScheduler:
     mtp: an MTP layer's KV of a block's last token depends on the token after it, so the last block of a hit
     is not taken. keeps_all: the store is where running requests' KV lives, decode's included.
 
-    Nothing that is wrong with a request raises: it is one that the store has nothing of, and can't be stored.
+    Bad data of a request never raises: such a request is looked up as a miss, and not stored.
     """
 
     store: Store

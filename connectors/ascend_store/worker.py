@@ -28,7 +28,7 @@ class Held:
 
     blocks: device ids. hashes: of full blocks. generation: see `StoreStep`. resident: leading tokens that
     layers with memory of their own still have. stored: leading blocks that need no saving any more. partials:
-    keys of blocks that were stored under the request's own name, since nobody may share them (yet). pins:
+    keys of blocks that were stored under the request's own name, since they can't be shared (yet). pins:
     objects that are open, by block.
     """
 
@@ -135,7 +135,7 @@ class StoreWorker:
         if current.reason:
             return
         if current.step.refused:
-            if self._shares:  # its rows will be nowhere after this step
+            if self._shares:  # its rows are lost after this step
                 current.unsaved = current.step.refused
             return
         try:
@@ -201,7 +201,7 @@ class StoreWorker:
     def _open(self, wanted: Sequence[tuple[Held, int, str]], now: float) -> None:
         try:
             found = self._store.open_read([key for _, _, key in wanted], LEASE_S)
-        except Exception as error:  # whatever it is, the objects are not open
+        except Exception as error:  # of any kind: the objects are not open
             self._log.warning("open", f"it does not answer: {_text(error)}")
             return
         for (held, number, _), pin in zip(wanted, found, strict=True):
@@ -263,7 +263,7 @@ class StoreWorker:
         keys = [key for _, key in named]
         try:
             granted = self._store.open_write(keys, self._object_bytes)
-        except Exception as error:  # whatever it is, there is no room
+        except Exception as error:  # of any kind: there is no room
             self._log.warning("reserve", f"it takes nothing: {_text(error)}")
             return []
         held, existing, again = current.held, [], []
@@ -344,7 +344,7 @@ class StoreWorker:
             return
         try:
             published = self._store.finish_write(writes, ok)
-        except Exception as error:  # whatever it is, nothing of it is readable
+        except Exception as error:  # of any kind: none of them is readable
             self._log.warning("publish", f"{len(writes)} blocks were not stored: {_text(error)}")
             return
         failed = sum(good and not done for good, done in zip(ok, published, strict=True))

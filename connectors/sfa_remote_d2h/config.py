@@ -59,7 +59,7 @@ class Limits:
 class RemoteD2HConfig:
     """Options of one engine.
 
-    metaserver_hosts: that decode may post to. decode_hosts: that prefill may hand requests over to.
+    metaserver_hosts: hosts that decode may post to. decode_hosts: hosts that prefill may connect to.
     control_key: 64 hex characters that both sides share; None leaves control messages readable.
     """
 
@@ -84,7 +84,7 @@ def parse_remote_d2h(
 
     Args:
         device: "cpu" or "npu", which decides the transfer engine.
-        told: hosts that the rest of the engine's configuration names, which may be talked to by default.
+        told: hosts named elsewhere in the engine's configuration: the default of both host lists.
 
     Raises:
         ConfigError: naming the key.
@@ -154,7 +154,7 @@ _MAKE_KEY = "make one with `kvoffload control-key FILE`, and give both sides a c
 
 
 def read_control_key(path: object) -> str | None:
-    """The key in a file that its owner alone may read; None without a path. Raises ConfigError."""
+    """The key from a file that only its owner may read; None without a path. Raises ConfigError."""
     key = f"{EXTRA}.control_key_file"
     if path is None:
         return None

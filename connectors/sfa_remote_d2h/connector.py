@@ -68,7 +68,7 @@ def connector_config(vllm_config: VllmConfig) -> RemoteD2HConfig:
 
 
 def told_hosts(vllm_config: VllmConfig) -> list[object]:
-    """Hosts that the engine knows by its configuration, loopback aside: those of its own deployment."""
+    """Hosts that the engine's own configuration names, without loopback."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     return [
         get_ip(),
@@ -301,14 +301,16 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             self._decode.reported(connector_output.finished_recving or ())
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """What the workers' halves know of their caches: the same on every rank."""
+        """Takes the digest of the workers' layout, which is the same on every rank."""
         for found in metadata.values():
             if self._decode is not None and isinstance(found, LayoutMetadata):
                 self._decode.use_layout(found.digest)
 
     def reset_cache(self) -> bool:
-        """No KV is kept here but what is on its way to decode: False while some of that, which was computed
-        before, could still be read. That is over within a lease of decode's last word."""
+        """False while decode could still read KV that was computed before, the only KV that is kept here.
+
+        That ends within a lease of decode's last message.
+        """
         if self._prefill is not None:
             return self._prefill.reset()
         return self._decode is not None and self._decode.reset()

@@ -1,4 +1,4 @@
-"""Which hosts an engine talks to when a request names them. Pure."""
+"""Allow-lists of the hosts that an engine connects to when a request names them. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True)
 class HostList:
-    """Hosts that may be talked to. key: the option that says so, for messages.
+    """Hosts that an engine may connect to. key: the option that lists them, for messages.
 
-    names: of hosts and single addresses, canonical. networks: any address in them, but no name of one.
+    names: canonical host names and single addresses. networks: their addresses are allowed, but not names
+    that resolve to them.
     """
 
     key: str
@@ -30,7 +31,7 @@ class HostList:
 
     @classmethod
     def parse(cls, key: str, value: Any) -> HostList:
-        """Of an option: names, addresses and networks, or ["*"]. Raises ConfigError."""
+        """From an option: names, addresses and networks, or ["*"]. Raises ConfigError."""
         if not isinstance(value, (list, tuple)) or not value:
             rule = "must be a list of host names, addresses or networks"
             fix = (
@@ -52,7 +53,7 @@ class HostList:
 
     @classmethod
     def told(cls, key: str, hosts: Iterable[object]) -> HostList:
-        """The default: this machine, and the engine's own configuration; what is no host is left out."""
+        """The default: this machine and the given hosts; entries that are not hosts are skipped."""
         names: set[str] = set()
         networks: list[Network] = []
         for entry in (*LOOPBACK, *hosts):
@@ -63,7 +64,7 @@ class HostList:
         return cls(key, frozenset(names), tuple(networks))
 
     def check(self, host: object) -> str:
-        """The canonical host; raises HostError for none, and for one that is not listed."""
+        """The canonical host. Raises HostError: not a host, or not a listed one."""
         name = canonical_host(host)
         if self.everything or name in self.names:
             return name

@@ -71,7 +71,7 @@ class IOThread(ABC):
 
     Attributes:
         errors: how many exceptions were caught; the thread goes on after each.
-        quiet: for log lines that others can cause at will.
+        quiet: rate-limited log for lines that peers can cause.
     """
 
     def __init__(self, name: str, channel: StatsChannel | None = None) -> None:
@@ -118,7 +118,7 @@ class IOThread(ABC):
         os.close(self._wake_fd)
 
     def attempt(self, what: str, function: Callable[..., None], *args: object) -> bool:
-        """Calls a function for one item; whether it went well. An error costs no other item."""
+        """Calls a function for one item; whether it succeeded. An exception is counted and logged."""
         try:
             function(*args)
             return True

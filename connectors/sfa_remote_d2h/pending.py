@@ -126,7 +126,7 @@ class Pull:
     end: int = 0
 
     def take(self, message: Publish, blocks_there: int, num_layers: int) -> str:
-        """Adds what a `Publish` tells; returns why it can't be true, or "".
+        """Adds the chunks of a `Publish`; returns how they contradict what is known, or "".
 
         blocks_there: blocks that prefill has. No chunk is kept that contradicts earlier ones: blocks beyond
         the prompt or prefill's cache, or twice; chunks out of order, changed, or after the last.

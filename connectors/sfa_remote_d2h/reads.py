@@ -1,4 +1,4 @@
-"""Decode's reads: a read order is carried out piece by piece, and ends once, whatever happens."""
+"""Carries out decode's read orders piece by piece; every order ends exactly once."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ READ_S = 30.0
 """Deadline of a piece."""
 
 QUIET_S = 30.0
-"""How long an engine that only raises errors is asked whether a read is over, before it is taken as over."""
+"""How long polling a read may fail without a break before the read counts as over."""
 
 
 @dataclass
 class InFlight:
-    """A read order being carried out. nbytes: what it must have read at its end. lost_at: when the engine
-    raised an error where it should have said how the read is, None while it does."""
+    """A read order being carried out. nbytes: bytes that it must read in all. lost_at: when polling it began
+    to raise, None while polling works."""
 
     order: ReadOrder
     pieces: deque[Spans]
@@ -112,7 +112,7 @@ class Reads:
                     self._failed("cancel", error)
 
     def poll(self) -> tuple[list[tuple[int, str]], bool]:
-        """(number, error or "") of the orders that are over, each named once; whether any order got on."""
+        """(number, error or "") of the orders that are over, each once; whether any made progress."""
         moved = [self._advance(flight) for flight in list(self._flights.values())]
         over = [flight for flight in self._flights.values() if flight.over]
         for flight in over:

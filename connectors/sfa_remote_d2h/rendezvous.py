@@ -1,4 +1,4 @@
-"""Decode's posts to the proxy: where a request is to be sent to, and why one could not be received.
+"""Decode's posts to the proxy: a rendezvous for each request, and notices of failed receives.
 
 One thread with an event loop, for any number of posts. The proxy answers a rendezvous when prefill is
 through, so posts last; none may block the scheduler or another post.
@@ -51,7 +51,7 @@ class RendezvousError(ValueError):
 
 
 def check_url(url: object, hosts: HostList) -> str:
-    """The address, written anew from its parts, if it is one and of a listed host. Raises RendezvousError."""
+    """The URL, rebuilt from its parts. Raises RendezvousError: no http URL, or a host not listed."""
     if not isinstance(url, str) or len(url) > MAX_URL or not url.isascii() or not url.isprintable():
         raise RendezvousError(f"{shown(url)} is no http address")
     try:

@@ -167,8 +167,11 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Declined(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="declined"):
-    """Decode refused this session, so that no transfer of the request will come from it. As decode knows no
-    such peer, the secret proves that the message is from whom the request was given to. digest: prefill's."""
+    """No transfer of the request will come from this session, for example since decode refused it.
+
+    Decode has no such peer: the secret proves that the sender has the request's rendezvous. digest: of
+    prefill's facts.
+    """
 
     session: Name
     secret: Annotated[str, Meta(max_length=MAX_NAME, pattern=_LINE)]
@@ -260,7 +263,7 @@ def _checked(frame: bytes, decoder: msgspec.msgpack.Decoder[_Message]) -> _Messa
 
 
 def _check_hello(hello: Hello) -> None:
-    """What no range says: a rank of its TP size, finite numbers, and layers within an address space."""
+    """Checks across fields: a rank below its TP size, a finite lease, layers within the address space."""
     if hello.tp_rank >= hello.tp_size:
         raise WireError(f"rank {hello.tp_rank} of TP size {hello.tp_size}")
     if not math.isfinite(hello.lease_s):
@@ -272,14 +275,14 @@ def _check_hello(hello: Hello) -> None:
 
 
 def wire_name(request: str) -> str:
-    """A request id as messages give it: one that is too long for them, or no text, by its digest."""
+    """A request id as messages carry it: its digest if it is too long or not printable."""
     if 0 < len(request) <= MAX_NAME and is_line(request):
         return request
     return f"sha256-{hashlib.sha256(request.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
 def parts(entries: Sequence[_Item]) -> Iterator[tuple[_Item, ...]]:
-    """A list in pieces that a message may hold."""
+    """The list in pieces that each fit into one message."""
     for begin in range(0, len(entries), MAX_ENTRIES):
         yield tuple(entries[begin : begin + MAX_ENTRIES])
 

@@ -49,7 +49,7 @@ MESSAGES_A_ROUND = 256
 """Messages taken before reads and deadlines get their turn; libzmq takes connections in turn."""
 
 QUEUE_LENGTH = 64
-"""Messages that libzmq keeps of a connection, and for one. What is beyond waits on prefill, or is lost."""
+"""Messages that libzmq queues from and to a connection. More wait on prefill, or are lost."""
 
 HANDSHAKE_MS = 5000
 KEEPALIVE_S = 60
@@ -265,7 +265,7 @@ class DecodeWorker(IOThread):
         self._carry_out()
 
     def _refuse(self, identity: bytes, descriptor: int, kind: str, reason: str) -> None:
-        """Logs what was not taken. A stranger's connection ends; a peer's frames may come damaged."""
+        """Counts and logs a refusal. descriptor: of a connection that ends if it is a stranger's, or -1."""
         self.frames_refused += 1
         sender = identity.decode("ascii", "backslashreplace")
         self.quiet.error(f"refused {kind}", f"prefill rank {printable(sender, 64)}: {printable(reason)}")
@@ -284,7 +284,7 @@ class DecodeWorker(IOThread):
             self._reads.leave(hello.session)
 
     def _carry_out(self) -> None:
-        """Does what the state machine wants done, until it wants nothing more."""
+        """Carries out what the state machine has queued, until nothing is left."""
         while True:
             with self.lock:
                 consumer = self.consumer
@@ -312,7 +312,7 @@ class DecodeWorker(IOThread):
         send(self._router, [session.encode(), encode(message)])
 
     def _poll_reads(self) -> bool:
-        """Whether any order got on."""
+        """Whether any order made progress."""
         over, moved = self._reads.poll()
         for number, error in over:
             with self.lock:

@@ -517,7 +517,7 @@ def _require_service(what: str, endpoint: Endpoint) -> None:
     # The library's own start would wait for minutes.
     try:
         probe(endpoint.host, endpoint.port, PROBE_S)
-    except (OSError, UnicodeError, ValueError) as error:  # a name may be none at all
+    except (OSError, UnicodeError, ValueError) as error:  # ValueError: not a host name
         raise StoreUnavailableError(
             f"memcache: no {what} at {endpoint.url}: {error}; start it first: kvoffload meta"
         ) from error

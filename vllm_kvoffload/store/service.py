@@ -225,7 +225,7 @@ class IndexServer:
         self._listener.close()
 
     def _accept(self) -> None:
-        """No error ends this loop (no descriptor or thread left, say): the other processes need the index."""
+        """No error (such as too many open files) ends this loop: the other processes need the index."""
         pause_s = PAUSE_S
         while not self._stopping.is_set():
             try:
