@@ -8,6 +8,7 @@ of which an engine has only a few at a time.
 
 from __future__ import annotations
 
+import functools
 import re
 import uuid
 from asyncio import Future
@@ -89,6 +90,14 @@ def check_notice(message: object) -> tuple[str, Notice]:
     return message["request_id"], Notice(message["failure"], message["error"][:REASON_LIMIT], layout)
 
 
+@functools.lru_cache(256)  # of few engines, each with every request
+def _check_host(host: str) -> None:
+    try:
+        canonical_host(host, scope=True)
+    except HostError as error:
+        raise Refused(f"remote_host: {error}", "remote_host") from error
+
+
 def check_message(message: object) -> Message:
     """The message, as prefill will get it. Raises ``Refused`` for missing fields and wrong types."""
     if not isinstance(message, dict):
@@ -102,10 +111,7 @@ def check_message(message: object) -> Message:
             if boolean or not isinstance(value, types):
                 expected = " or ".join(t.__name__ for t in types)
                 raise Refused(f"{name} must be {expected}, found {type(value).__name__}", name)
-    try:
-        canonical_host(message["remote_host"], scope=True)
-    except HostError as error:
-        raise Refused(f"remote_host: {error}", "remote_host") from error
+    _check_host(message["remote_host"])
     if not 0 < message["remote_port"] < 65536:
         raise Refused(f"remote_port {message['remote_port']} is no port", "remote_port")
     if message["remote_cached_tokens"] < 0:
