@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvoffload.connectors.ascend_store.metadata import StoreMetadata, StoreStep
 from vllm_kvoffload.connectors.scheduled import scheduled_requests
+from vllm_kvoffload.foreign_text import shown
 from vllm_kvoffload.log import QuietLog
 from vllm_kvoffload.store import KeySpace, Store
 
@@ -75,7 +76,7 @@ class StoreScheduler:
             blocks = max(found - 1, 0) if self.mtp else found
             tokens = max(min(blocks * self.block_size, request.num_tokens - 1) - num_computed_tokens, 0)
         except Exception as error:
-            self._log.warning("request", f"{request.request_id!r:.100} is not looked up: {error!r}")
+            self._log.warning("request", f"{shown(request.request_id)} is not looked up: {error!r}")
             return 0
         self._found[request.request_id] = found
         return tokens
@@ -119,7 +120,7 @@ class StoreScheduler:
                 return self._step(tracked, blocks, computed, end, drafts)
             except Exception as error:
                 tracked.refused = f"it can't be stored: {error!r}"
-                self._log.warning("request", f"{req_id!r:.100}: {tracked.refused}")
+                self._log.warning("request", f"{shown(req_id)}: {tracked.refused}")
         tracked.begins = False
         return StoreStep(
             req_id=req_id,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_kvoffload.connectors.ascend_store.metadata import StoreMetadata, StoreStep
+from vllm_kvoffload.foreign_text import shown
 from vllm_kvoffload.layerwise.pipeline import LayerPipeline, Rows, Step
 from vllm_kvoffload.log import QuietLog, get_logger
 from vllm_kvoffload.store import KeySpace, ReadObject, Store, StoreError, WriteObject, WriteRefusal
@@ -128,7 +129,7 @@ class StoreWorker:
         try:
             self._plan_loads(current, number)
         except Exception as error:
-            self._log.warning("request", f"{current.step.req_id!r:.100} is lost: {error!r}")
+            self._log.warning("request", f"{shown(current.step.req_id)} is lost: {error!r}")
             current.reason = f"its KV can't be loaded: {error!r}"
             current.runs.clear()
             current.own_runs.clear()
@@ -142,7 +143,7 @@ class StoreWorker:
             if self._publishes:
                 self._plan_saves(current, number)
         except Exception as error:
-            self._log.warning("request", f"{current.step.req_id!r:.100} is not stored: {error!r}")
+            self._log.warning("request", f"{shown(current.step.req_id)} is not stored: {error!r}")
             current.unsaved = f"its KV can't be stored: {error!r}"
             current.saves.clear()
 
@@ -194,7 +195,7 @@ class StoreWorker:
                 if attempt < len(names):
                     wanted.append((held, number, names[attempt]))
         except Exception as error:  # a hash that makes no key
-            self._log.warning("request", f"{current.step.req_id!r:.100} has no keys: {error}")
+            self._log.warning("request", f"{shown(current.step.req_id)} has no keys: {error}")
             return []
         return wanted
 

@@ -78,13 +78,13 @@ def parse_remote_d2h(
     kv_port: int,
     extra: Mapping[str, Any],
     device: str,
-    told: Iterable[object] = (),
+    configured: Iterable[object] = (),
 ) -> RemoteD2HConfig:
     """Reads the options out of vLLM's kv-transfer config.
 
     Args:
         device: "cpu" or "npu", which decides the transfer engine.
-        told: hosts named elsewhere in the engine's configuration: the default of both host lists.
+        configured: hosts named elsewhere in the engine's configuration: the default of both host lists.
 
     Raises:
         ConfigError: naming the key.
@@ -107,8 +107,8 @@ def parse_remote_d2h(
             lease_s=_seconds(extra, "lease_s", defaults.lease_s),
             request_s=_seconds(extra, "request_s", defaults.request_s),
         ),
-        metaserver_hosts=_hosts(extra, "metaserver_hosts", told),
-        decode_hosts=_hosts(extra, "decode_hosts", told),
+        metaserver_hosts=_hosts(extra, "metaserver_hosts", configured),
+        decode_hosts=_hosts(extra, "decode_hosts", configured),
         control_key=read_control_key(extra.get("control_key_file")),
     )
 
@@ -143,9 +143,9 @@ def _seconds(extra: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def _hosts(extra: Mapping[str, Any], key: str, told: Iterable[object]) -> HostList:
+def _hosts(extra: Mapping[str, Any], key: str, configured: Iterable[object]) -> HostList:
     if key not in extra:
-        return HostList.told(f"{EXTRA}.{key}", told)
+        return HostList.default(f"{EXTRA}.{key}", configured)
     return HostList.parse(f"{EXTRA}.{key}", extra[key])
 
 

@@ -60,14 +60,14 @@ def connector_config(vllm_config: VllmConfig) -> RemoteD2HConfig:
         transfer.kv_port,
         transfer.kv_connector_extra_config,
         device,
-        told_hosts(vllm_config),
+        configured_hosts(vllm_config),
     )
     if not config.producer:
         check_ports(config.kv_port, parallel.data_parallel_size, parallel.tensor_parallel_size)
     return config
 
 
-def told_hosts(vllm_config: VllmConfig) -> list[object]:
+def configured_hosts(vllm_config: VllmConfig) -> list[object]:
     """Hosts that the engine's own configuration names, without loopback."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     return [

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
 from vllm_kvoffload.connectors.sfa_remote_d2h.counts import ReceiveCounts
-from vllm_kvoffload.connectors.sfa_remote_d2h.introductions import MAX_PEERS, Declines, Door, same_rank
+from vllm_kvoffload.connectors.sfa_remote_d2h.introductions import MAX_PEERS, Admission, Declines, same_rank
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import (
     Outcome,
     Peer,
@@ -92,7 +92,7 @@ class Consumer:
         self.lost_peers: list[str] = []
         self.counts = ReceiveCounts()
         self._num_layers = num_layers
-        self._door = Door(facts, tp_size, tp_rank)
+        self._admission = Admission(facts, tp_size, tp_rank)
         self._declines = Declines(limits.early_s)
         self._tp_size, self._tp_rank = tp_size, tp_rank
         self._limits = limits
@@ -121,16 +121,16 @@ class Consumer:
 
     def use_secret(self, secret: str) -> None:
         """What prefill must present. Until it is known, nothing is answered: prefill repeats its `Hello`."""
-        self._door.secret = secret or self._door.secret
+        self._admission.secret = secret or self._admission.secret
 
     @property
     def ready(self) -> bool:
         """Whether a secret is known here."""
-        return bool(self._door.secret)
+        return bool(self._admission.secret)
 
     def proved(self, secret: str) -> bool:
         """Whether this is the secret."""
-        return self._door.opens(secret)
+        return self._admission.has_secret(secret)
 
     def expect(self, now: float, order: Receive) -> None:
         """A request's blocks are allocated. Its external id may have been used by an earlier one."""
@@ -218,7 +218,7 @@ class Consumer:
         return ""
 
     def _hello(self, now: float, hello: Hello) -> str:
-        if not self._door.opens(hello.secret):
+        if not self._admission.has_secret(hello.secret):
             return (
                 "its Hello has another secret: a stranger, or given its address by an earlier start of decode"
             )
@@ -226,7 +226,7 @@ class Consumer:
         if known is not None and not same_rank(known.hello, hello):
             reason = "this session introduced itself with other memory before"
         else:
-            reason = self._door.refusal(hello)
+            reason = self._admission.refusal(hello)
         if reason:
             return self.refuse(hello, reason)
         if known is None:
@@ -255,7 +255,7 @@ class Consumer:
         return ""
 
     def _declined(self, now: float, message: Declined) -> str:
-        if not self._door.opens(message.secret):
+        if not self._admission.has_secret(message.secret):
             return "its Declined has another secret"
         pending = self._requests.get(self._named.get(message.request, ""))
         if pending is None:

@@ -52,7 +52,7 @@ class HostList:
         return cls(key, frozenset(names), tuple(networks))
 
     @classmethod
-    def told(cls, key: str, hosts: Iterable[object]) -> HostList:
+    def default(cls, key: str, hosts: Iterable[object]) -> HostList:
         """The default: this machine and the given hosts; entries that are not hosts are skipped."""
         names: set[str] = set()
         networks: list[Network] = []

@@ -18,7 +18,7 @@ DECLINES_KEPT = 1024
 OVER_KEPT = 4096
 
 
-class Door:
+class Admission:
     """Admits prefill sessions that know the secret of this start and have the same model and layout.
 
     secret: "" until it is known here; until then no session is admitted. facts: see `Layout.facts`.
@@ -29,7 +29,7 @@ class Door:
         self._facts, self._digest = dict(facts), digest_of(facts)
         self._tp_size, self._tp_rank = tp_size, tp_rank
 
-    def opens(self, secret: str) -> bool:
+    def has_secret(self, secret: str) -> bool:
         """Whether this is the secret, compared in constant time."""
         return bool(self.secret) and hmac.compare_digest(secret.encode(), self.secret.encode())
 

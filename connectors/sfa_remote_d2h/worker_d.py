@@ -14,13 +14,20 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
 from vllm_kvoffload.connectors.sfa_remote_d2h.connection_gate import ConnectionGate
 from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Consumer
 from vllm_kvoffload.connectors.sfa_remote_d2h.curve import ControlKey, Gatekeeper
-from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import TICK_S, Idle, IOThread, receive, send, tcp
+from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import (
+    TICK_S,
+    Idle,
+    IOThread,
+    receive,
+    send,
+    set_options,
+    tcp,
+)
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import DecodeMetadata
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure, Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.reads import Reads
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
-    MAX_FRAME_BYTES,
     Declined,
     Hello,
     NeedHello,
@@ -50,9 +57,6 @@ MESSAGES_A_ROUND = 256
 
 QUEUE_LENGTH = 64
 """Messages that libzmq queues from and to a connection. More wait on prefill, or are lost."""
-
-HANDSHAKE_MS = 5000
-KEEPALIVE_S = 60
 
 
 @dataclass
@@ -108,16 +112,8 @@ class DecodeWorker(IOThread):
 
     def _bind(self, host: str, port: int, control_key: str | None) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.ROUTER_HANDOVER, 1),
-            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
-            (zmq.RCVHWM, QUEUE_LENGTH),
-            (zmq.SNDHWM, QUEUE_LENGTH),
-            (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
-            (zmq.TCP_KEEPALIVE, 1),
-            (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S),
-        ):
-            router.setsockopt(option, value)
+        set_options(router, QUEUE_LENGTH)
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if control_key is not None:
             key = ControlKey(control_key)
             key.serve(router)

@@ -12,13 +12,20 @@ import zmq
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
 from vllm_kvoffload.connectors.sfa_remote_d2h.curve import ControlKey
 from vllm_kvoffload.connectors.sfa_remote_d2h.facts import digest_of
-from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import TICK_S, Idle, IOThread, receive, send, tcp
+from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import (
+    TICK_S,
+    Idle,
+    IOThread,
+    receive,
+    send,
+    set_options,
+    tcp,
+)
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import PrefillMetadata, PrefillStep, Target
 from vllm_kvoffload.connectors.sfa_remote_d2h.ports import MAX_PORT, TPMismatchError, tp_ratio
 from vllm_kvoffload.connectors.sfa_remote_d2h.producer import SILENT_S, Producer
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
-    MAX_FRAME_BYTES,
     MAX_TP,
     Hello,
     ToDecode,
@@ -55,8 +62,6 @@ MAX_ENDPOINTS = 512
 """Decode ranks that connections are kept to. Those without transfers make room for new ones."""
 
 MAX_RECONNECT_MS = 1000
-HANDSHAKE_MS = 5000
-KEEPALIVE_S = 60
 
 Endpoint = tuple[str, int]
 
@@ -332,16 +337,8 @@ class PrefillWorker(IOThread):
         return socket
 
     def _connect(self, socket: zmq.Socket[bytes], endpoint: Endpoint) -> None:
-        for option, value in (
-            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
-            (zmq.SNDHWM, QUEUE_LENGTH),
-            (zmq.RCVHWM, QUEUE_LENGTH),
-            (zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS),
-            (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
-            (zmq.TCP_KEEPALIVE, 1),
-            (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S),
-        ):
-            socket.setsockopt(option, value)
+        set_options(socket, QUEUE_LENGTH)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
         # The same name after a reconnect, so that decode's answers find this rank again.
         socket.setsockopt(zmq.IDENTITY, self.producer.hello.session.encode())
         if self._key is not None:
