@@ -3,14 +3,15 @@
 A request is *known* from the step that allocates its blocks. It *waits* until every prefill rank of its
 contributor group has published a transfer for it, and *reads* what these publish, one read of a transfer at a
 time. When all is read it asks each of them to *finish*: only the answer proves that prefill still held the
-blocks when the last byte was read, so only then the request is complete. Whatever is read under a transfer
-that ends otherwise counts for nothing.
+blocks when the last byte was read, so only then is the request complete. What is read under a transfer that
+ends otherwise counts for nothing.
 
 No block of a request is given back, and no other transfer may be read into it, before every read into it is
 over: `take_outcomes` names a request only then. As in `producer`, nothing here waits, sends or knows a clock.
 
 A prefill session becomes a *peer* in three steps: `receive` takes its `Hello` if that has the secret and
-fits, the caller meets it (its memory can be read), and `admit` makes it a peer. Only then it gets an answer.
+fits, the caller meets it (its memory can be read), and `admit` makes it a peer. Only then does it get an
+answer.
 """
 
 from __future__ import annotations
