@@ -1,20 +1,18 @@
-"""A request's own data never takes the engine down: hooks keep what goes wrong with one to that request."""
+"""Confines an error in one of vLLM's hooks to the request that caused it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
+from vllm_kvoffload.foreign_text import shown
 from vllm_kvoffload.log import QuietLog
 
 _Result = TypeVar("_Result")
 
-SHOWN = 80
-"""Longest piece of foreign text in a message."""
-
 
 class RequestGuard:
-    """Runs what hooks do for one request. Errors are logged with a traceback, each kind once in a while."""
+    """Runs a hook's work for one request. Logs exceptions with their traceback, rate-limited by kind."""
 
     def __init__(self) -> None:
         self._log = QuietLog(__name__)
@@ -28,7 +26,7 @@ class RequestGuard:
     ) -> _Result:
         """What `work` returns, or, when it raises, what `failed` returns for a one-line reason.
 
-        failed: ends the request in its defined way; it uses nothing that the request carries.
+        failed: gives the result that ends the request; it must not read the request's data.
         """
         try:
             return work()
@@ -36,17 +34,3 @@ class RequestGuard:
             what = f"{hook} failed with {type(error).__name__}"
             self._log.exception(what, f"{what} for request {shown(req_id)}; only this request ends")
             return failed(what)
-
-
-def shown(value: object) -> str:
-    """A foreign value for a message: one line of ASCII, short, whatever it is."""
-    if isinstance(value, str):
-        text = ascii(value[:SHOWN])
-        return text if len(value) <= SHOWN else f"{text}... ({len(value)} characters)"
-    if value is None or isinstance(value, (bool, float)):
-        return repr(value)
-    if isinstance(value, int):
-        return repr(value) if value.bit_length() <= 128 else f"an integer of {value.bit_length()} bits"
-    if isinstance(value, dict):
-        return "an object"
-    return "a list" if isinstance(value, list) else f"a {type(value).__name__}"

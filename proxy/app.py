@@ -16,6 +16,7 @@ from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.proxy import fanout
 from vllm_kvoffload.proxy.admin import Admin
 from vllm_kvoffload.proxy.asgi import (
+    FREE_BYTES,
     SSE,
     ClientGone,
     Guard,
@@ -27,7 +28,6 @@ from vllm_kvoffload.proxy.asgi import (
     check_length,
     header,
     is_gone,
-    json_bytes,
     read_body,
     respond,
     respond_failure,
@@ -41,7 +41,7 @@ from vllm_kvoffload.proxy.dispatch import Route
 from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, UpstreamError
 from vllm_kvoffload.proxy.generation import Generation
 from vllm_kvoffload.proxy.health import Prober
-from vllm_kvoffload.proxy.jsontext import decode_json
+from vllm_kvoffload.proxy.jsontext import decode_json, json_bytes
 from vllm_kvoffload.proxy.metrics import CONTENT_TYPE
 from vllm_kvoffload.proxy.rendezvous import Kind
 from vllm_kvoffload.proxy.settings import METASERVER, ProxySettings
@@ -84,7 +84,7 @@ class ProxyApp:
         await self.guarded(self._request, scope, receive, send)
 
     async def guarded(self, endpoint: Handler, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs ``endpoint``; what it raises is an answer, or the end of a connection, but no crash."""
+        """Runs ``endpoint``; its exceptions become an answer, or end the connection."""
         try:
             await endpoint(scope, receive, send)
         except HttpFailure as failure:
@@ -277,23 +277,20 @@ class ProxyApp:
     async def _read_call(self, kind: Kind, scope: Scope, receive: Receive) -> Call:
         limit = self.settings.max_body_bytes
         check_length(scope, limit)
-        hold = Hold(self.core.held)
+        hold = Hold(self.core.held, FREE_BYTES)
         try:
             raw = await read_body(receive, limit, self.settings.deadlines.request_body, hold)
             if self.core.draining:
                 raise HttpFailure.of(503, "the proxy is shutting down", kind="ServiceUnavailable")
             hold.need(json_bytes(raw))
-            return parse_call(kind, raw, self.settings.max_children)
+            return parse_call(kind, raw, self.settings.max_children, self.settings.max_request_bytes)
         finally:
             hold.release()
 
     async def _answer(self, call: Call, route: Route, answer: Answer) -> None:
-        held = self.core.held
-        if not held.take(call.held):
-            raise HttpFailure.of(
-                503, "too much memory is in use by other requests", kind="ServiceUnavailable"
-            )
+        hold = Hold(self.core.held)
         try:
+            hold.need(call.held)
             await self._answered(call, route, answer)
         except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             # An engine's answer of a shape that was never seen: the request's failure, not the connection's.
@@ -301,7 +298,7 @@ class ProxyApp:
             failure = f"the engine's answer could not be understood: {error!r}"
             raise HttpFailure.of(502, failure, kind="UpstreamError") from error
         finally:
-            held.give(call.held)
+            hold.release()
 
     async def _answered(self, call: Call, route: Route, answer: Answer) -> None:
         route.children = len(call.children)

@@ -18,7 +18,7 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Coroutine[Any, Any, None]]
-FREE_BYTES = 64 << 10  # of each body, which the budget for all bodies doesn't count
+FREE_BYTES = 64 << 10  # of each body, which don't count while it is read
 SLOWEST = 128 << 10  # bytes a second that a long upload must reach
 SSE = b"text/event-stream; charset=utf-8"
 
@@ -34,23 +34,24 @@ def transport_of(send: Send) -> asyncio.WriteTransport | None:
 
 
 class Hold:
-    """What one request holds of a budget for bodies. Give it back with :meth:`release`.
+    """What one request holds of a budget. Give it back with :meth:`release`.
 
-    The first ``FREE_BYTES`` of a request are free: short posts get through when large ones fill the budget.
+    ``free``: bytes that don't count, so that short posts get through when large ones fill the budget.
     """
 
-    def __init__(self, budget: ByteBudget) -> None:
+    def __init__(self, budget: ByteBudget, free: int = 0) -> None:
         self._budget = budget
+        self._free = free
         self._held = 0
 
     def need(self, size: int) -> None:
         """Holds what ``size`` bytes need. Raises ``HttpFailure``: 413 for what never fits, 503 for now."""
-        more = size - FREE_BYTES - self._held
+        more = size - self._free - self._held
         if more <= 0:
             return
-        if size - FREE_BYTES > self._budget.limit:
+        if size - self._free > self._budget.limit:
             raise HttpFailure.of(
-                413, f"the body needs more than the {self._budget.limit} bytes for all bodies"
+                413, f"the request needs more than the {self._budget.limit} bytes for all requests"
             )
         if not self._budget.take(more):
             raise HttpFailure.of(
@@ -62,13 +63,6 @@ class Hold:
         """The request is over."""
         self._budget.give(self._held)
         self._held = 0
-
-
-def json_bytes(raw: bytes) -> int:
-    """About the memory of a JSON text and of its values: a list of empty lists takes 20 times its text."""
-    if len(raw) <= FREE_BYTES:
-        return len(raw)
-    return len(raw) + 64 * raw.count(b"[") + 200 * raw.count(b"{") + 40 * raw.count(b",")
 
 
 def _has_come(receive: Receive) -> bool:
@@ -120,7 +114,7 @@ def is_gone(send: Send) -> bool:
 
 
 class Keys:
-    """The API keys that clients may have; none is any. As vLLM's server checks them."""
+    """The accepted API keys, checked as vLLM's server does. Without keys every client is accepted."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]

@@ -111,7 +111,7 @@ class Instance:
         return self._layout if now < self._layout_until else ""
 
     def learn_layout(self, layout: str, until: float) -> None:
-        """The engine, or who heard from it, said its digest."""
+        """Remembers the engine's digest, which it or a decode engine has reported."""
         self._layout, self._layout_until = layout, until
 
     def restarted(self) -> None:

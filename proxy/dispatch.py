@@ -132,7 +132,7 @@ class Dispatch:
         connection.expect_output(deadlines.first_output if self.route.stream else deadlines.idle)
 
     async def _decoder(self) -> Load:
-        """A decode engine for which there is a prefill engine: without one it would wait in vain.
+        """A decode engine that fits an available prefill engine: without one it could only time out.
 
         Raises ``NoInstanceError`` and ``NoFitError``.
         """

@@ -32,7 +32,7 @@ LARGE = 64 << 10  # bytes of a request from which the writer waits until the eng
 
 
 def keep_alive(sock: Any) -> None:
-    """A machine that restarted says so to TCP's own probes: no exchange waits for what it had."""
+    """Turns on TCP's own probes, which end exchanges with a machine that restarted."""
     if sock is None:
         return
     with contextlib.suppress(OSError, AttributeError):

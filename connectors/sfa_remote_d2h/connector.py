@@ -17,6 +17,7 @@ from vllm.utils.network_utils import get_ip
 
 from vllm_kvoffload.connectors.device import current_npu
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import RemoteD2HConfig, parse_remote_d2h
+from vllm_kvoffload.connectors.sfa_remote_d2h.facts import digest_of
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout, layer_index
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import (
     DecodeMetadata,
@@ -59,15 +60,15 @@ def connector_config(vllm_config: VllmConfig) -> RemoteD2HConfig:
         transfer.kv_port,
         transfer.kv_connector_extra_config,
         device,
-        told_hosts(vllm_config),
+        configured_hosts(vllm_config),
     )
     if not config.producer:
         check_ports(config.kv_port, parallel.data_parallel_size, parallel.tensor_parallel_size)
     return config
 
 
-def told_hosts(vllm_config: VllmConfig) -> list[object]:
-    """Hosts that the engine knows by its configuration, loopback aside: those of its own deployment."""
+def configured_hosts(vllm_config: VllmConfig) -> list[object]:
+    """Hosts that the engine's own configuration names, without loopback."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     return [
         get_ip(),
@@ -127,7 +128,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         layout = Layout.of(kv_caches, self._num_blocks)
         model = vllm_config.model_config
         facts = layout.facts(model.hf_text_config, model.dtype, self._block_size)
-        self._digest = layout.digest(model.hf_text_config, model.dtype, self._block_size)
+        self._digest = digest_of(facts)
         tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         role = "prefill" if config.producer else "decode"
         device_id = tp_rank
@@ -300,14 +301,16 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             self._decode.reported(connector_output.finished_recving or ())
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """What the workers' halves know of their caches: the same on every rank."""
+        """Takes the digest of the workers' layout, which is the same on every rank."""
         for found in metadata.values():
             if self._decode is not None and isinstance(found, LayoutMetadata):
                 self._decode.use_layout(found.digest)
 
     def reset_cache(self) -> bool:
-        """No KV is kept here but what is on its way to decode: False while some of that, which was computed
-        before, could still be read. That is over within a lease of decode's last word."""
+        """False while decode could still read KV that was computed before, the only KV that is kept here.
+
+        That ends within a lease of decode's last message.
+        """
         if self._prefill is not None:
             return self._prefill.reset()
         return self._decode is not None and self._decode.reset()

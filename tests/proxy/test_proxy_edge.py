@@ -17,7 +17,6 @@ from proxy_world import FAST, HOST, Exchange, World, decode, world
 
 from vllm_kvoffload.proxy.chunks import ChunkError, Chunks
 from vllm_kvoffload.proxy.jsontext import DEEPEST, decode_json
-from vllm_kvoffload.proxy.log_limit import Seldom, one_line
 from vllm_kvoffload.proxy.settings import Deadlines, Limits
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -411,20 +410,6 @@ def test_a_client_that_goes_away_during_writes_is_no_crash(caplog: pytest.LogCap
         run(scenario)
     assert "Traceback" not in caplog.text
     assert "crash" not in caplog.text
-
-
-def test_log_lines_of_strangers() -> None:
-    assert one_line("a\r\nb\x1b\u2028" + "c" * 900) == "a\\x0d\\x0ab\\x1b\\x2028" + "c" * 494 + "..."
-    said: list[str] = []
-    logger = logging.Logger("x")
-    logger.addHandler(type("H", (logging.Handler,), {"emit": lambda _, r: said.append(r.getMessage())})())
-    seldom = Seldom(logger, seconds=3600)
-    for number in range(5):
-        seldom.warning("no %d", number)
-    assert said == ["no 0"]
-    seldom._next = 0
-    seldom.warning("no %d", 5)
-    assert said[1] == "no 5 (and 4 more like it)"
 
 
 def test_chunks_end_where_they_end() -> None:

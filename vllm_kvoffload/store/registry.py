@@ -57,7 +57,7 @@ def make_store(
             return LocalStore(instance, int(size_gb * GIB), devices=devices)
         except HostPoolError as error:
             wrong = isinstance(error, HostPoolFileError)
-            fix = "as it says" if wrong else "make it smaller, or free memory"
+            fix = "do as the message says" if wrong else "make it smaller, or free memory"
             raise ConfigError("local_dram_size_GB", size_gb, str(error), fix) from error
     if backend == "memcache":
         from vllm_kvoffload.store.memcache import MemcacheStore
