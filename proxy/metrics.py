@@ -65,10 +65,14 @@ class Metrics:
         Gauge(f"{PREFIX}_held_bytes", "Bytes of requests held", registry=registry).set_function(
             lambda: held.used
         )
-        self.requests = Counter(
+        self._requests = Counter(
             f"{PREFIX}_requests", "Requests ended", ["endpoint", "status", "end"], registry=registry
         )
-        self.running = Gauge(f"{PREFIX}_requests_running", "Requests under way", registry=registry)
+        self._ended: dict[tuple[str, int, str], Counter] = {}  # the counter's children: labels() is slow
+        self.running = 0
+        Gauge(f"{PREFIX}_requests_running", "Requests under way", registry=registry).set_function(
+            lambda: self.running
+        )
         self.seconds = Histogram(
             f"{PREFIX}_request_seconds", "From request to its end", registry=registry, buckets=SECONDS
         )
@@ -111,6 +115,14 @@ class Metrics:
         self.loop_errors = Counter(
             f"{PREFIX}_loop_errors", "Exceptions in background loops, which went on", registry=registry
         )
+
+    def ended(self, path: str, status: int, end: str) -> None:
+        """Counts a request."""
+        key = path, status, end
+        counter = self._ended.get(key)
+        if counter is None:
+            counter = self._ended[key] = self._requests.labels(path, str(status), end)
+        counter.inc()
 
     def page(self) -> bytes:
         """The text that Prometheus reads."""

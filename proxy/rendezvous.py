@@ -8,8 +8,9 @@ of which an engine has only a few at a time.
 
 from __future__ import annotations
 
+import functools
+import os
 import re
-import uuid
 from asyncio import Future
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ OPTIONAL: dict[str, tuple[type, ...]] = {
 
 def new_parent() -> str:
     """What goes in ``X-Request-Id``: random, so that no two requests meet."""
-    return str(uuid.uuid4())
+    return os.urandom(16).hex()
 
 
 def external_id(kind: Kind, parent: str) -> str:
@@ -89,6 +90,7 @@ def check_notice(message: object) -> tuple[str, Notice]:
     return message["request_id"], Notice(message["failure"], message["error"][:REASON_LIMIT], layout)
 
 
+@functools.lru_cache(256)  # of few engines, each with every request
 def _check_host(host: str) -> None:
     if is_wildcard(host):
         raise Refused(f"remote_host {host[:80]!r} can't be called", "remote_host")
