@@ -217,9 +217,9 @@ class ProxyApp:
         try:
             result, outcome = self.core.meetings.post(message)
         except HttpFailure:
-            self.core.metrics.posts.labels("refused").inc()
+            self.core.metrics.posts["refused"].inc()
             raise
-        self.core.metrics.posts.labels(result).inc()
+        self.core.metrics.posts[result].inc()
         if outcome is None:
             raise HttpFailure.of(404, "no request of that id waits for a prefill", kind="NotFoundError")
         if failed := await asyncio.shield(outcome):  # ends by prefill's deadline

@@ -28,7 +28,7 @@ class Cork:
         else:
             head, self._head = self._head, b""
             self._cycle.transport = self.behind
-            self.behind.writelines((head, data))
+            self.behind.writelines([head, data])
 
     def close(self) -> None:
         """The transport's, after the head."""

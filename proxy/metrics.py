@@ -14,6 +14,7 @@ from vllm_kvoffload.proxy.budget import ByteBudget
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 PREFIX = "kvoffload_proxy"
+POST_RESULTS = ("started", "repeated", "unknown", "refused")
 
 
 class _Instances(Collector):
@@ -96,7 +97,8 @@ class Metrics:
         self.recomputes = Counter(
             f"{PREFIX}_recomputes", "Dispatches for the rest of an answer", registry=registry
         )
-        self.posts = Counter(f"{PREFIX}_metaserver_posts", "Rendezvous posts", ["result"], registry=registry)
+        posts = Counter(f"{PREFIX}_metaserver_posts", "Rendezvous posts", ["result"], registry=registry)
+        self.posts = {result: posts.labels(result) for result in POST_RESULTS}
         self.prefill_failures = Counter(
             f"{PREFIX}_prefill_failures", "Prefills that failed", registry=registry
         )

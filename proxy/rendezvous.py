@@ -107,7 +107,7 @@ def check_message(message: object) -> Message:
     for table, needed in ((REQUIRED, True), (OPTIONAL, False)):
         for name, types in table.items():
             value = message.get(name)
-            if value is None and not needed:
+            if type(value) in types or (value is None and not needed):
                 continue
             boolean = isinstance(value, bool) and bool not in types  # bool is an int in Python
             if boolean or not isinstance(value, types):
