@@ -7,7 +7,6 @@ import contextlib
 import hmac
 import re
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -43,12 +42,12 @@ from vllm_kvoffload.proxy.generation import Generation
 from vllm_kvoffload.proxy.health import Prober
 from vllm_kvoffload.proxy.jsontext import decode_json, json_bytes
 from vllm_kvoffload.proxy.metrics import CONTENT_TYPE
-from vllm_kvoffload.proxy.rendezvous import Kind
+from vllm_kvoffload.proxy.rendezvous import Kind, new_parent
 from vllm_kvoffload.proxy.settings import METASERVER, ProxySettings
 
 access = get_logger("vllm_kvoffload.proxy.access")
 CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-PASSED_ON = (b"authorization", b"traceparent", b"tracestate")
+PASSED_ON = frozenset({b"authorization", b"traceparent", b"tracestate"})
 KINDS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 MESSAGE_LIMIT = 64 << 10  # bytes of a rendezvous post
 DIGEST_SHOWN = 12  # digits of a layout's digest in /health
@@ -218,9 +217,9 @@ class ProxyApp:
         try:
             result, outcome = self.core.meetings.post(message)
         except HttpFailure:
-            self.core.metrics.posts.labels("refused").inc()
+            self.core.metrics.posts["refused"].inc()
             raise
-        self.core.metrics.posts.labels(result).inc()
+        self.core.metrics.posts[result].inc()
         if outcome is None:
             raise HttpFailure.of(404, "no request of that id waits for a prefill", kind="NotFoundError")
         if failed := await asyncio.shield(outcome):  # ends by prefill's deadline
@@ -237,10 +236,10 @@ class ProxyApp:
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = header(scope, b"x-request-id")
-        request_id = given if given is not None and CLIENT_ID.fullmatch(given) else str(uuid.uuid4())
+        request_id = given if given is not None and CLIENT_ID.fullmatch(given) else new_parent()
         client = scope.get("client")
         trace = Trace(scope["method"], scope["path"], request_id, client[0] if client else "-")
-        self.core.metrics.running.inc()
+        self.core.metrics.running += 1
         try:
             await self._serve(scope, receive, send, trace)
         except ClientGone:
@@ -326,13 +325,13 @@ class ProxyApp:
 
     def _ended(self, trace: Trace) -> None:
         metrics = self.core.metrics
-        metrics.running.dec()
+        metrics.running -= 1
         now = time.monotonic()
         metrics.seconds.observe(now - trace.began)
         if trace.first_output is not None:
             metrics.first_output.observe(trace.first_output - trace.began)
         metrics.bytes_out.inc(trace.sent_bytes)
-        metrics.requests.labels(trace.path, str(trace.status), trace.end).inc()
+        metrics.ended(trace.path, trace.status, trace.end)
         access.info("%s", trace.line())
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from vllm_kvoffload.proxy.budget import ByteBudget
+from vllm_kvoffload.proxy.cork import Cork
 from vllm_kvoffload.proxy.errors import JSON, HttpFailure
 
 Scope = MutableMapping[str, Any]
@@ -29,8 +30,9 @@ class ClientGone(Exception):
 
 def transport_of(send: Send) -> asyncio.WriteTransport | None:
     """The client's connection under uvicorn; None under another server."""
-    transport: asyncio.WriteTransport | None = getattr(getattr(send, "__self__", None), "transport", None)
-    return transport
+    transport: Any = getattr(getattr(send, "__self__", None), "transport", None)
+    found: asyncio.WriteTransport | None = transport.behind if type(transport) is Cork else transport
+    return found
 
 
 class Hold:
@@ -181,6 +183,10 @@ class Guard:
         self.sent_bytes = 0  # by which the clock sees progress
         self._receive = receive
         self._send = send
+        # Under our own server the connection calls; another server's must be asked, by a task.
+        cycle: Any = getattr(send, "__self__", None)
+        self._cycle = cycle if hasattr(cycle, "gone") else None
+        self._watcher: asyncio.Task[None] | None = None
         self._stall = stall_seconds
         self._seen = -1
         self._stalled_at = float("inf")
@@ -189,11 +195,21 @@ class Guard:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        cycle = self._cycle
+        if cycle is None:
+            self._watcher = asyncio.get_running_loop().create_task(self._watch())
+            return self
+        cycle.gone = self._client_gone
+        cycle.flow.resume_reading()  # a client's end is only seen by who reads
+        if cycle.disconnected:
+            self._client_gone()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
-        self._watcher.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._cycle is not None:
+            self._cycle.gone = None
         if kind is None or not issubclass(kind, asyncio.CancelledError) or self.reason is None:
             return False
         if hasattr(self._task, "uncancel"):
@@ -203,6 +219,9 @@ class Guard:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self._client_gone()
+
+    def _client_gone(self) -> None:
         self._end("client gone")
 
     def tick(self, now: float) -> None:

@@ -89,6 +89,11 @@ class Instance:
         self._layout_until = float("-inf")
         self.unfit: dict[Address, float] = {}  # decode engines, for a prefill engine; until when
 
+    @property
+    def fits_all(self) -> bool:
+        """Whether nothing is known, nor was lately, that speaks against any engine of the other role."""
+        return not self.unfit and not self._layout
+
     def matched_tokens(self, demand: Demand) -> int:
         """How much of the prompt this engine has probably in its prefix cache."""
         count = 0

@@ -50,7 +50,8 @@ class Window:
                 if turn.done() and not turn.cancelled():
                     self._give(size)
                 else:
-                    self._queue.remove((size, turn))
+                    with contextlib.suppress(ValueError):  # passed over already, between its end and now
+                        self._queue.remove((size, turn))
                     self._next()
                 raise
         else:

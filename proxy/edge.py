@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from vllm_kvoffload.foreign_text import printable
 from vllm_kvoffload.log import QuietLog
 from vllm_kvoffload.proxy.chunks import ChunkError, Chunks
+from vllm_kvoffload.proxy.cork import cork
 from vllm_kvoffload.proxy.errors import error_body
 from vllm_kvoffload.proxy.settings import ProxySettings
 
@@ -131,6 +132,7 @@ class Edge(HttpToolsProtocol):
             self._stalled.cancel()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+        self._tell_gone()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -368,8 +370,11 @@ class Edge(HttpToolsProtocol):
             self.expect_100_continue = False
         super().on_headers_complete()
         self.headers = []  # for trailers, which are no fields of the request
+        cycle: Any = self.cycle
+        cycle.gone = None  # what `Guard` wants called when the client goes away
+        cork(cycle, self.transport)
         if self._reserved:
-            self.cycle.keep_alive = False
+            cycle.keep_alive = False
 
     def _begin_chunked(self, coding: bytes) -> None:
         if self._old or coding != b"chunked":
@@ -403,6 +408,11 @@ class Edge(HttpToolsProtocol):
             self._disarm()
         self.door.waiting[self] = None
 
+    def _tell_gone(self) -> None:
+        gone = getattr(self.cycle, "gone", None)
+        if gone is not None:
+            gone()
+
     def _refuse(self, refusal: Refusal) -> None:
         """Answers and ends the connection. Where an answer has begun, the connection ends with it."""
         self.door.refused(self.client[0] if self.client else "-", refusal)
@@ -418,6 +428,7 @@ class Edge(HttpToolsProtocol):
                 return
             cycle.disconnected = True  # what its application says is not sent any more
             cycle.message_event.set()
+            self._tell_gone()
         self.transport.write(self._refusal_bytes(refusal))
         if self.transport.can_write_eof():
             self.transport.write_eof()

@@ -9,8 +9,8 @@ of which an engine has only a few at a time.
 from __future__ import annotations
 
 import functools
+import os
 import re
-import uuid
 from asyncio import Future
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ OPTIONAL: dict[str, tuple[type, ...]] = {
 
 def new_parent() -> str:
     """What goes in ``X-Request-Id``: random, so that no two requests meet."""
-    return str(uuid.uuid4())
+    return os.urandom(16).hex()
 
 
 def external_id(kind: Kind, parent: str) -> str:
@@ -105,7 +105,7 @@ def check_message(message: object) -> Message:
     for table, needed in ((REQUIRED, True), (OPTIONAL, False)):
         for name, types in table.items():
             value = message.get(name)
-            if value is None and not needed:
+            if type(value) in types or (value is None and not needed):
                 continue
             boolean = isinstance(value, bool) and bool not in types  # bool is an int in Python
             if boolean or not isinstance(value, types):

@@ -25,11 +25,17 @@ class Address:
 
     host: str
     port: int
+    # ``host:port`` as URLs and Host headers have it, IPv6 in brackets. Made once: every request asks.
+    authority: str = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def authority(self) -> str:
-        """``host:port`` as URLs and Host headers have it, IPv6 in brackets."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+    def __post_init__(self) -> None:
+        authority = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        object.__setattr__(self, "authority", authority)
+        object.__setattr__(self, "_hash", hash((self.host, self.port)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         return self.authority
