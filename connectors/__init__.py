@@ -1,8 +1,9 @@
 """KV connectors that vLLM loads by name, imported as ``vllm_kvoffload.connectors``.
 
 Owns: the scheduler and worker halves of ``SfaRemoteD2HConnector`` (decode pulls KV from prefill), of
-``AscendStoreConnector`` (layerwise prefill from and to a store), and their composition in ``multi``; the wire
-protocol, handshake, leases and deadlines between two engines.
+``AscendStoreConnector`` (layerwise prefill from and to a store), their composition in ``multi``, and the
+``guard`` that confines errors to one request; the wire protocol, handshake, leases and deadlines between two
+engines.
 Never touches: device memory layout (``geometry``), hot or host pools (``sparse``), streams (``runtime``), or
 HTTP (``proxy``).
 

@@ -1,17 +1,18 @@
-"""A request's own data never takes the engine down: hooks keep what goes wrong with one to that request."""
+"""Confines an error in one of vLLM's hooks to the request that caused it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
-from vllm_kvoffload.log import QuietLog, shown
+from vllm_kvoffload.foreign_text import shown
+from vllm_kvoffload.log import QuietLog
 
 _Result = TypeVar("_Result")
 
 
 class RequestGuard:
-    """Runs what hooks do for one request. Errors are logged with a traceback, each kind once in a while."""
+    """Runs a hook's work for one request. Logs exceptions with their traceback, rate-limited by kind."""
 
     def __init__(self) -> None:
         self._log = QuietLog(__name__)
@@ -25,7 +26,7 @@ class RequestGuard:
     ) -> _Result:
         """What `work` returns, or, when it raises, what `failed` returns for a one-line reason.
 
-        failed: ends the request in its defined way; it uses nothing that the request carries.
+        failed: gives the result that ends the request; it must not read the request's data.
         """
         try:
             return work()

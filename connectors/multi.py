@@ -81,7 +81,7 @@ class KVOffloadMultiConnector(multi_connector.MultiConnector):
             part.wait_for_save()  # type: ignore[no-untyped-call]
 
     def reset_cache(self) -> bool:
-        """All parts, whatever one of them says. False unless each of them is known to be reset."""
+        """Resets every part, also after one has failed. True only if all of them report success."""
         results = [_reset(part) for part in self._connectors]
         return all(results)
 
@@ -93,7 +93,7 @@ def _reset(part: KVConnectorBase_V1) -> bool:
         logger.exception("%s can't be reset", type(part).__name__)
         return False
     if done is None:
-        logger.warning("%s has no reset: what it keeps stays", type(part).__name__)
+        logger.warning("%s has no reset: the KV that it keeps stays valid", type(part).__name__)
     return bool(done)
 
 

@@ -7,7 +7,6 @@ import contextlib
 import hmac
 import re
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -16,6 +15,7 @@ from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.proxy import fanout
 from vllm_kvoffload.proxy.admin import Admin
 from vllm_kvoffload.proxy.asgi import (
+    FREE_BYTES,
     SSE,
     ClientGone,
     Guard,
@@ -27,7 +27,6 @@ from vllm_kvoffload.proxy.asgi import (
     check_length,
     header,
     is_gone,
-    json_bytes,
     read_body,
     respond,
     respond_failure,
@@ -41,14 +40,14 @@ from vllm_kvoffload.proxy.dispatch import Route
 from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, UpstreamError
 from vllm_kvoffload.proxy.generation import Generation
 from vllm_kvoffload.proxy.health import Prober
-from vllm_kvoffload.proxy.jsontext import decode_json
+from vllm_kvoffload.proxy.jsontext import decode_json, json_bytes
 from vllm_kvoffload.proxy.metrics import CONTENT_TYPE
-from vllm_kvoffload.proxy.rendezvous import Kind
+from vllm_kvoffload.proxy.rendezvous import Kind, new_parent
 from vllm_kvoffload.proxy.settings import METASERVER, ProxySettings
 
 access = get_logger("vllm_kvoffload.proxy.access")
 CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-PASSED_ON = (b"authorization", b"traceparent", b"tracestate")
+PASSED_ON = frozenset({b"authorization", b"traceparent", b"tracestate"})
 KINDS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 MESSAGE_LIMIT = 64 << 10  # bytes of a rendezvous post
 DIGEST_SHOWN = 12  # digits of a layout's digest in /health
@@ -84,7 +83,7 @@ class ProxyApp:
         await self.guarded(self._request, scope, receive, send)
 
     async def guarded(self, endpoint: Handler, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs ``endpoint``; what it raises is an answer, or the end of a connection, but no crash."""
+        """Runs ``endpoint``; its exceptions become an answer, or end the connection."""
         try:
             await endpoint(scope, receive, send)
         except HttpFailure as failure:
@@ -218,9 +217,9 @@ class ProxyApp:
         try:
             result, outcome = self.core.meetings.post(message)
         except HttpFailure:
-            self.core.metrics.posts.labels("refused").inc()
+            self.core.metrics.posts["refused"].inc()
             raise
-        self.core.metrics.posts.labels(result).inc()
+        self.core.metrics.posts[result].inc()
         if outcome is None:
             raise HttpFailure.of(404, "no request of that id waits for a prefill", kind="NotFoundError")
         if failed := await asyncio.shield(outcome):  # ends by prefill's deadline
@@ -237,10 +236,10 @@ class ProxyApp:
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = header(scope, b"x-request-id")
-        request_id = given if given is not None and CLIENT_ID.fullmatch(given) else str(uuid.uuid4())
+        request_id = given if given is not None and CLIENT_ID.fullmatch(given) else new_parent()
         client = scope.get("client")
         trace = Trace(scope["method"], scope["path"], request_id, client[0] if client else "-")
-        self.core.metrics.running.inc()
+        self.core.metrics.running += 1
         try:
             await self._serve(scope, receive, send, trace)
         except ClientGone:
@@ -277,23 +276,20 @@ class ProxyApp:
     async def _read_call(self, kind: Kind, scope: Scope, receive: Receive) -> Call:
         limit = self.settings.max_body_bytes
         check_length(scope, limit)
-        hold = Hold(self.core.held)
+        hold = Hold(self.core.held, FREE_BYTES)
         try:
             raw = await read_body(receive, limit, self.settings.deadlines.request_body, hold)
             if self.core.draining:
                 raise HttpFailure.of(503, "the proxy is shutting down", kind="ServiceUnavailable")
             hold.need(json_bytes(raw))
-            return parse_call(kind, raw, self.settings.max_children)
+            return parse_call(kind, raw, self.settings.max_children, self.settings.max_request_bytes)
         finally:
             hold.release()
 
     async def _answer(self, call: Call, route: Route, answer: Answer) -> None:
-        held = self.core.held
-        if not held.take(call.held):
-            raise HttpFailure.of(
-                503, "too much memory is in use by other requests", kind="ServiceUnavailable"
-            )
+        hold = Hold(self.core.held)
         try:
+            hold.need(call.held)
             await self._answered(call, route, answer)
         except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             # An engine's answer of a shape that was never seen: the request's failure, not the connection's.
@@ -301,7 +297,7 @@ class ProxyApp:
             failure = f"the engine's answer could not be understood: {error!r}"
             raise HttpFailure.of(502, failure, kind="UpstreamError") from error
         finally:
-            held.give(call.held)
+            hold.release()
 
     async def _answered(self, call: Call, route: Route, answer: Answer) -> None:
         route.children = len(call.children)
@@ -329,13 +325,13 @@ class ProxyApp:
 
     def _ended(self, trace: Trace) -> None:
         metrics = self.core.metrics
-        metrics.running.dec()
+        metrics.running -= 1
         now = time.monotonic()
         metrics.seconds.observe(now - trace.began)
         if trace.first_output is not None:
             metrics.first_output.observe(trace.first_output - trace.began)
         metrics.bytes_out.inc(trace.sent_bytes)
-        metrics.requests.labels(trace.path, str(trace.status), trace.end).inc()
+        metrics.ended(trace.path, trace.status, trace.end)
         access.info("%s", trace.line())
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import msgspec
 
 from vllm_kvoffload.proxy.budget import ByteBudget
+from vllm_kvoffload.proxy.cork import Cork
 from vllm_kvoffload.proxy.errors import JSON, HttpFailure
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Coroutine[Any, Any, None]]
-FREE_BYTES = 64 << 10  # of each body, which the budget for all bodies doesn't count
+FREE_BYTES = 64 << 10  # of each body, which don't count while it is read
 SLOWEST = 128 << 10  # bytes a second that a long upload must reach
 SSE = b"text/event-stream; charset=utf-8"
 
@@ -29,28 +30,30 @@ class ClientGone(Exception):
 
 def transport_of(send: Send) -> asyncio.WriteTransport | None:
     """The client's connection under uvicorn; None under another server."""
-    transport: asyncio.WriteTransport | None = getattr(getattr(send, "__self__", None), "transport", None)
-    return transport
+    transport: Any = getattr(getattr(send, "__self__", None), "transport", None)
+    found: asyncio.WriteTransport | None = transport.behind if type(transport) is Cork else transport
+    return found
 
 
 class Hold:
-    """What one request holds of a budget for bodies. Give it back with :meth:`release`.
+    """What one request holds of a budget. Give it back with :meth:`release`.
 
-    The first ``FREE_BYTES`` of a request are free: short posts get through when large ones fill the budget.
+    ``free``: bytes that don't count, so that short posts get through when large ones fill the budget.
     """
 
-    def __init__(self, budget: ByteBudget) -> None:
+    def __init__(self, budget: ByteBudget, free: int = 0) -> None:
         self._budget = budget
+        self._free = free
         self._held = 0
 
     def need(self, size: int) -> None:
         """Holds what ``size`` bytes need. Raises ``HttpFailure``: 413 for what never fits, 503 for now."""
-        more = size - FREE_BYTES - self._held
+        more = size - self._free - self._held
         if more <= 0:
             return
-        if size - FREE_BYTES > self._budget.limit:
+        if size - self._free > self._budget.limit:
             raise HttpFailure.of(
-                413, f"the body needs more than the {self._budget.limit} bytes for all bodies"
+                413, f"the request needs more than the {self._budget.limit} bytes for all requests"
             )
         if not self._budget.take(more):
             raise HttpFailure.of(
@@ -62,13 +65,6 @@ class Hold:
         """The request is over."""
         self._budget.give(self._held)
         self._held = 0
-
-
-def json_bytes(raw: bytes) -> int:
-    """About the memory of a JSON text and of its values: a list of empty lists takes 20 times its text."""
-    if len(raw) <= FREE_BYTES:
-        return len(raw)
-    return len(raw) + 64 * raw.count(b"[") + 200 * raw.count(b"{") + 40 * raw.count(b",")
 
 
 def _has_come(receive: Receive) -> bool:
@@ -120,7 +116,7 @@ def is_gone(send: Send) -> bool:
 
 
 class Keys:
-    """The API keys that clients may have; none is any. As vLLM's server checks them."""
+    """The accepted API keys, checked as vLLM's server does. Without keys every client is accepted."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
@@ -187,6 +183,10 @@ class Guard:
         self.sent_bytes = 0  # by which the clock sees progress
         self._receive = receive
         self._send = send
+        # Under our own server the connection calls; another server's must be asked, by a task.
+        cycle: Any = getattr(send, "__self__", None)
+        self._cycle = cycle if hasattr(cycle, "gone") else None
+        self._watcher: asyncio.Task[None] | None = None
         self._stall = stall_seconds
         self._seen = -1
         self._stalled_at = float("inf")
@@ -195,11 +195,21 @@ class Guard:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        cycle = self._cycle
+        if cycle is None:
+            self._watcher = asyncio.get_running_loop().create_task(self._watch())
+            return self
+        cycle.gone = self._client_gone
+        cycle.flow.resume_reading()  # a client's end is only seen by who reads
+        if cycle.disconnected:
+            self._client_gone()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
-        self._watcher.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._cycle is not None:
+            self._cycle.gone = None
         if kind is None or not issubclass(kind, asyncio.CancelledError) or self.reason is None:
             return False
         if hasattr(self._task, "uncancel"):
@@ -209,6 +219,9 @@ class Guard:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self._client_gone()
+
+    def _client_gone(self) -> None:
         self._end("client gone")
 
     def tick(self, now: float) -> None:

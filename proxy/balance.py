@@ -89,6 +89,11 @@ class Instance:
         self._layout_until = float("-inf")
         self.unfit: dict[Address, float] = {}  # decode engines, for a prefill engine; until when
 
+    @property
+    def fits_all(self) -> bool:
+        """Whether nothing is known, nor was lately, that speaks against any engine of the other role."""
+        return not self.unfit and not self._layout
+
     def matched_tokens(self, demand: Demand) -> int:
         """How much of the prompt this engine has probably in its prefix cache."""
         count = 0
@@ -111,7 +116,7 @@ class Instance:
         return self._layout if now < self._layout_until else ""
 
     def learn_layout(self, layout: str, until: float) -> None:
-        """The engine, or who heard from it, said its digest."""
+        """Remembers the engine's digest, which it or a decode engine has reported."""
         self._layout, self._layout_until = layout, until
 
     def restarted(self) -> None:

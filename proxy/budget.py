@@ -1,4 +1,4 @@
-"""Limits on bytes that are held at a time: refused beyond, or waited for. No I/O; for one event loop."""
+"""Limits on the bytes held at a time: beyond them, refuse or wait. No I/O; for one event loop."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from collections.abc import AsyncIterator
 class ByteBudget:
     """``take`` what will be held and ``give`` it back. ``limit`` in bytes."""
 
-    __slots__ = ("limit", "refused", "used")
+    __slots__ = ("limit", "used")
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0  # bytes held now
-        self.refused = 0  # calls of ``take`` that found no room
 
     def take(self, size: int) -> bool:
         """Whether ``size`` bytes more may be held; then they count until they are given back."""
         if self.used + size > self.limit:
-            self.refused += 1
             return False
         self.used += size
         return True
@@ -52,7 +50,8 @@ class Window:
                 if turn.done() and not turn.cancelled():
                     self._give(size)
                 else:
-                    self._queue.remove((size, turn))
+                    with contextlib.suppress(ValueError):  # passed over already, between its end and now
+                        self._queue.remove((size, turn))
                     self._next()
                 raise
         else:

@@ -15,14 +15,12 @@ import msgspec
 
 from vllm_kvoffload.proxy.balance import Demand
 from vllm_kvoffload.proxy.errors import HttpFailure, Refused
-from vllm_kvoffload.proxy.jsontext import decode_json
+from vllm_kvoffload.proxy.jsontext import decode_json, json_bytes
 from vllm_kvoffload.proxy.rendezvous import Kind
 
 BYTES_PER_TOKEN = 4
 PREFIX_BYTES = 1024
 PREFIX_LIMIT = 1 << 20  # bytes of a prompt that prefixes are taken of
-SMALL = 64 << 10  # bytes of a body that is small whatever is in it
-VALUE_BYTES = 64  # that a value takes besides its text: an object, and its place in a list
 TOKENS_OF_A_PART = 512  # an image or a sound in a chat, whose text isn't its size
 EXPECTED_OUTPUT = 256
 OUTPUT_LIMIT = 1024  # a limit asked for says little about what is made
@@ -49,16 +47,8 @@ class Call:
 
     kind: Kind
     stream: bool
-    include_usage: bool
     children: tuple[Child, ...]
     held: int  # bytes that it takes in memory and, with several children, sends, about and at most
-
-
-def weight(raw: bytes) -> int:
-    """The most bytes that the values in a body of JSON can take once they are decoded."""
-    if len(raw) <= SMALL:
-        return len(raw)
-    return len(raw) + VALUE_BYTES * sum(map(raw.count, (b",", b"[", b"{")))
 
 
 def _whole(body: Mapping[str, Any], key: str, default: int) -> int:
@@ -185,7 +175,8 @@ def parse_call(kind: Kind, raw: bytes, max_children: int = 1024, max_bytes: int 
 
     ``max_bytes``: of the values in the body, and of its children's bodies; beyond it is 413.
     """
-    if weight(raw) > max_bytes:
+    held = json_bytes(raw)
+    if held > max_bytes:
         raise HttpFailure.of(413, f"the body has more values than fit in {max_bytes} bytes")
     try:
         body = decode_json(raw)
@@ -197,14 +188,11 @@ def parse_call(kind: Kind, raw: bytes, max_children: int = 1024, max_bytes: int 
     n = _whole(body, "n", 1)
     if n < 1:
         raise Refused("n must be at least 1", "n")
-    options = body.get("stream_options")
-    include_usage = isinstance(options, dict) and bool(options.get("include_usage"))
     prompts = _prompts(kind, body)
     count = n * (len(prompts) if prompts is not None else 1)
     if count > max_children:
         raise Refused(f"{count} choices in one request; at most {max_children} are served", "n")
     common_size, sizes = _sizes(prompts, len(raw))
-    held = weight(raw)
     total = n * (len(sizes) * common_size + sum(sizes))
     if total > max_bytes and count > 1:
         raise HttpFailure.of(
@@ -213,7 +201,7 @@ def parse_call(kind: Kind, raw: bytes, max_children: int = 1024, max_bytes: int 
     if count > 1:
         held += total
     sizes = [common_size + size for size in sizes]
-    return Call(kind, bool(body.get("stream")), include_usage, _children(kind, body, prompts, n, sizes), held)
+    return Call(kind, bool(body.get("stream")), _children(kind, body, prompts, n, sizes), held)
 
 
 def _sizes(prompts: list[Any] | None, raw_size: int) -> tuple[int, list[int]]:

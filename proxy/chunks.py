@@ -14,7 +14,7 @@ LINE_LIMIT = 4096  # bytes of a size line with its extensions, and of a trailer 
 
 
 class ChunkError(ValueError):
-    """No chunked body, or one that is mostly framing."""
+    """Not a chunked body, or one that is mostly framing."""
 
 
 class Chunks:

@@ -35,6 +35,7 @@ from vllm_kvoffload.proxy.usage import cached_tokens
 UNAVAILABLE = frozenset({502, 503, 504})  # statuses that speak against the engine, not against the request
 NOTICE_SECONDS = 1.0  # decode's "500" and its notice of the reason travel on two connections
 WINDOW = 8 << 20  # bytes of a request's children that are on their way to engines at a time
+AT_ONCE = contextlib.nullcontext()
 FAILURES = frozenset({"aborted", "rendezvous", "prefill", "read", "mismatch", "deadline"})  # known reasons
 
 
@@ -58,7 +59,7 @@ class Route:
     def hold(self, size: int) -> contextlib.AbstractAsyncContextManager[None]:
         """Entered while a child's body is sent."""
         if self.children == 1:
-            return contextlib.nullcontext()
+            return AT_ONCE
         self.window = self.window or Window(WINDOW)
         return self.window.hold(size)
 
@@ -80,7 +81,8 @@ class Dispatch:
         self._prefiller: Instance | None = None  # the last that was asked
         self._failure: Exception | None = None
         self._notice: ReceiveError | None = None
-        self._told = asyncio.Event()  # why it failed: prefill's failure or decode's notice
+        self._told: asyncio.Event | None = None  # why it failed, where that is waited for
+        self._late = False  # prefill's deadline is over
         self._began = time.monotonic()
 
     @property
@@ -132,7 +134,7 @@ class Dispatch:
         connection.expect_output(deadlines.first_output if self.route.stream else deadlines.idle)
 
     async def _decoder(self) -> Load:
-        """A decode engine for which there is a prefill engine: without one it would wait in vain.
+        """A decode engine that fits an available prefill engine: without one it could only time out.
 
         Raises ``NoInstanceError`` and ``NoFitError``.
         """
@@ -146,9 +148,10 @@ class Dispatch:
             raise NoInstanceError("prefill")
 
         def accept(decode: Instance) -> bool:
-            return any(fits(prefill, decode, now) for prefill in prefillers)
+            return any(prefill.fits_all or fits(prefill, decode, now) for prefill in prefillers)
 
-        return core.decoders.acquire(self.child.decode, now, self.route.avoid, accept)
+        chosen = None if prefillers[0].fits_all else accept
+        return core.decoders.acquire(self.child.decode, now, self.route.avoid, chosen)
 
     async def _reaches(self, instance: Instance) -> bool:
         try:
@@ -164,6 +167,7 @@ class Dispatch:
             return failure
         if self._failure is None and self._notice is None:
             with contextlib.suppress(asyncio.TimeoutError):
+                self._told = self._told or asyncio.Event()
                 await asyncio.wait_for(self._told.wait(), NOTICE_SECONDS)
         return self._failure or self._notice or failure
 
@@ -239,22 +243,37 @@ class Dispatch:
         if failure == "mismatch" and self._prefiller is not None and self._load is not None:
             mismatched(self._prefiller, self._load.instance, notice.prefill_layout, time.monotonic())
         self._notice = ReceiveError(f"decode did not get the prompt's KV: {notice.error}", failure)
-        self._told.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._told is not None:
+            self._told.set()
+
+    def _prefill_late(self) -> None:
+        assert self._prefill is not None
+        self._late = True
+        self._prefill.cancel()
 
     async def _run_prefill(self, message: Message) -> None:
+        # A timer of our own: wait_for makes a task, per request.
+        seconds = self._core.settings.deadlines.prefill
+        timer = asyncio.get_running_loop().call_later(seconds, self._prefill_late)
         try:
-            seconds = self._core.settings.deadlines.prefill
-            answer = await asyncio.wait_for(self._call_prefill(message), seconds)
+            answer = await self._call_prefill(message)
             self.cached_tokens = cached_tokens(answer.get("usage") if isinstance(answer, dict) else None)
             return
-        except asyncio.TimeoutError:
+        except asyncio.CancelledError:
+            if not self._late:
+                raise
             self._failure = HttpFailure.of(504, "prefill gave no answer in time", kind="Timeout")
         except (UpstreamError, HttpFailure) as error:
             self._failure = error
         except Exception as error:  # a prefill that failed must never pass for one that didn't
             logger.exception("proxy: prefill of %s", self.request_id)
             self._failure = HttpFailure.of(500, f"the proxy failed at prefill: {error!r}")
-        self._told.set()
+        finally:
+            timer.cancel()
+        self._tell()
         self._core.metrics.prefill_failures.inc()
         logger.warning("proxy: prefill of %s failed: %s", self.request_id, self._failure)
         if self._connection is not None:

@@ -1,7 +1,7 @@
-"""What stands between strangers' bytes and the proxy's application: limits, framing, deadlines.
+"""The HTTP front of the proxy: limits, framing and deadlines, before a request reaches the application.
 
-uvicorn's protocol over llhttp does the HTTP. This class decides what it gets to see: one request's head at a
-time, whole and within the limits; then exactly that request's body. So a head costs memory only for its own
+uvicorn's protocol over llhttp does the HTTP. :class:`Edge` passes it one request's head at a time, whole and
+within the limits; then exactly that request's body. So a head costs memory only for its own
 bytes, requests that are sent ahead wait as bytes instead of as tasks, and an ``Upgrade`` that is not taken
 can't shift where the next request begins. All of it is per request: nothing here runs per token.
 """
@@ -17,10 +17,11 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from vllm_kvoffload.foreign_text import printable
+from vllm_kvoffload.log import QuietLog
 from vllm_kvoffload.proxy.chunks import ChunkError, Chunks
-from vllm_kvoffload.proxy.core import logger
+from vllm_kvoffload.proxy.cork import cork
 from vllm_kvoffload.proxy.errors import error_body
-from vllm_kvoffload.proxy.log_limit import Seldom, one_line
 from vllm_kvoffload.proxy.settings import ProxySettings
 
 RESERVE = 64  # connections beyond the cap, for these paths only
@@ -29,9 +30,10 @@ AHEAD = 64 << 10  # bytes of further requests that are read while one is under w
 LINGER = 2.0  # seconds in which the rest of a refused request is thrown away, so that the answer arrives
 LINGER_BYTES = 256 << 20
 STALL_SLACK = 1.0  # seconds; the application's own look at a client that doesn't read comes first
+LOG_PERIOD = 10.0  # seconds between two log lines of a kind that strangers cause
 REST = 5.0  # seconds for the rest of a body whose request was answered already
 REQUEST_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([!-~\x80-\xff]+) HTTP/(\d)\.(\d)\r\n")
-# What no head has: checked as bytes come, since such a head may never have an end that is waited for.
+# Bytes that no head may have: checked as they arrive, since such a head may never end.
 BROKEN = re.compile(rb"(?<!\r)\n|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 UPGRADE = re.compile(rb"(?<=\r\n)upgrade(?=:)", re.IGNORECASE)
 IGNORED = b"ignored"  # as long as "upgrade"
@@ -65,22 +67,20 @@ class Door:
         self.head_seconds = settings.deadlines.head
         self.stall_seconds = settings.deadlines.client_stall
         self.waiting: dict[Edge, None] = {}  # without a whole request, oldest first
-        self._refused = Seldom(logger)
-        self._full = Seldom(logger)
+        self._log = QuietLog(__name__, period_s=LOG_PERIOD)
 
     def refused(self, client: object, refusal: Refusal) -> None:
         """Logs one refusal."""
-        text = one_line(str(refusal))
-        self._refused.warning("proxy: %d to a request from %s: %s", refusal.status, client, text)
+        text = printable(str(refusal))
+        self._log.warning("refused", f"proxy: {refusal.status} to a request from {client}: {text}")
 
     def full(self, connections: int) -> None:
         """Logs that the cap is reached."""
-        self._full.warning(
-            "proxy: %d connections are open, of --max-connections %d; those between requests are closed for"
-            " new ones, and where there are none new requests get 503",
-            connections,
-            self.limits.connections,
+        text = (
+            f"proxy: {connections} connections are open, of --max-connections {self.limits.connections};"
+            " those between requests are closed for new ones, and where there are none new requests get 503"
         )
+        self._log.warning("full", text)
 
 
 class Edge(HttpToolsProtocol):
@@ -132,6 +132,7 @@ class Edge(HttpToolsProtocol):
             self._stalled.cancel()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+        self._tell_gone()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -207,7 +208,7 @@ class Edge(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _attempt(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Does ``work``; what it can't take is refused."""
+        """Calls ``work``; refuses the request if it raises."""
         try:
             work(*arguments)
         except (Refusal, ChunkError) as error:
@@ -229,7 +230,7 @@ class Edge(HttpToolsProtocol):
         return found + 4 if found >= 0 else 0
 
     def _whole(self, data: bytes, end: int) -> None:
-        """What nearly every request is: one read of the socket, with its head and its body."""
+        """The usual case: one read of the socket brings a request's head and its body."""
         self._request(data[:end])
         rest = data[end:]
         if not rest:
@@ -301,7 +302,7 @@ class Edge(HttpToolsProtocol):
         return True
 
     def _check_beginning(self) -> None:
-        """Raises ``Refusal`` for what can't become a head within the limits."""
+        """Raises ``Refusal`` where the beginning of a head already exceeds the limits."""
         limits = self.door.limits
         if b"\r\n" not in self._buffer[: limits.uri_bytes + 64] and len(self._buffer) > limits.uri_bytes + 64:
             raise Refusal(414, f"the request's target has more than {limits.uri_bytes} bytes")
@@ -369,8 +370,11 @@ class Edge(HttpToolsProtocol):
             self.expect_100_continue = False
         super().on_headers_complete()
         self.headers = []  # for trailers, which are no fields of the request
+        cycle: Any = self.cycle
+        cycle.gone = None  # what `Guard` wants called when the client goes away
+        cork(cycle, self.transport)
         if self._reserved:
-            self.cycle.keep_alive = False
+            cycle.keep_alive = False
 
     def _begin_chunked(self, coding: bytes) -> None:
         if self._old or coding != b"chunked":
@@ -404,6 +408,11 @@ class Edge(HttpToolsProtocol):
             self._disarm()
         self.door.waiting[self] = None
 
+    def _tell_gone(self) -> None:
+        gone = getattr(self.cycle, "gone", None)
+        if gone is not None:
+            gone()
+
     def _refuse(self, refusal: Refusal) -> None:
         """Answers and ends the connection. Where an answer has begun, the connection ends with it."""
         self.door.refused(self.client[0] if self.client else "-", refusal)
@@ -419,6 +428,7 @@ class Edge(HttpToolsProtocol):
                 return
             cycle.disconnected = True  # what its application says is not sent any more
             cycle.message_event.set()
+            self._tell_gone()
         self.transport.write(self._refusal_bytes(refusal))
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -427,7 +437,7 @@ class Edge(HttpToolsProtocol):
             self._close()
 
     def _refusal_bytes(self, refusal: Refusal) -> bytes:
-        body = error_body(refusal.status, one_line(str(refusal)))
+        body = error_body(refusal.status, printable(str(refusal)))
         fields = [*self.server_state.default_headers, (b"content-type", b"application/json")]
         fields += [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
         if refusal.status == 503:

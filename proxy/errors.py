@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from vllm_kvoffload.foreign_text import printable
 from vllm_kvoffload.proxy.jsontext import decode_json
-from vllm_kvoffload.proxy.log_limit import one_line
 
 JSON = b"application/json"
 
@@ -24,7 +24,7 @@ class HttpFailure(Exception):
     def __init__(
         self, status: int, body: bytes, content_type: bytes = JSON, retry_after: bytes | None = None
     ) -> None:
-        super().__init__(f"{status}: {one_line(body[:200].decode(errors='replace'))}")
+        super().__init__(f"{status}: {printable(body[:200].decode(errors='replace'))}")
         self.status = status
         self.body = body
         self.content_type = content_type
@@ -90,7 +90,7 @@ class UpstreamError(Exception):
     def __init__(
         self, message: str, *, sent: bool, deadline: bool = False, down: bool = False, final: bool = False
     ) -> None:
-        super().__init__(one_line(message))
+        super().__init__(printable(message))
         self.sent = sent
         self.deadline = deadline
         self.down = down

@@ -11,8 +11,7 @@ import msgspec
 
 from vllm_kvoffload.proxy.calls import Child
 from vllm_kvoffload.proxy.errors import HttpFailure
-from vllm_kvoffload.proxy.generation import Generation
-from vllm_kvoffload.proxy.jsontext import decode_json
+from vllm_kvoffload.proxy.generation import Generation, decoded_answer
 from vllm_kvoffload.proxy.merge import StreamMerger, merged_answer
 
 Pairs = Sequence[tuple[Child, Generation]]
@@ -45,14 +44,7 @@ class _Answers:
         if self._size > self._limit:
             message = f"the choices of the answer have more than {self._limit} bytes"
             raise HttpFailure.of(502, message, kind="UpstreamError")
-        try:
-            answer = decode_json(raw)
-        except msgspec.DecodeError as error:
-            message = f"decode answered something else than JSON: {error}"
-            raise HttpFailure.of(502, message, kind="UpstreamError") from error
-        if not isinstance(answer, dict):
-            raise HttpFailure.of(502, "decode answered no JSON object", kind="UpstreamError")
-        return answer
+        return decoded_answer(raw)
 
 
 async def whole(children: Pairs, limit: int) -> bytes:

@@ -360,7 +360,7 @@ class Generation:
             )
             if plain:
                 return raw
-            answer = self._decoded(raw)
+            answer = decoded_answer(raw)
             if isinstance(answer.get("usage"), dict):
                 rewrite_usage(answer["usage"], await self._facts())
             answer.pop("kv_transfer_params", None)
@@ -389,12 +389,14 @@ class Generation:
             self._dispatch.succeeded()
             return raw
 
-    def _decoded(self, raw: bytes) -> dict[str, Any]:
-        try:
-            answer = decode_json(raw)
-        except msgspec.DecodeError as error:
-            message = f"decode answered something else than JSON: {error}"
-            raise HttpFailure.of(502, message, kind="UpstreamError") from error
-        if not isinstance(answer, dict):
-            raise HttpFailure.of(502, "decode answered no JSON object", kind="UpstreamError")
-        return answer
+
+def decoded_answer(raw: bytes) -> dict[str, Any]:
+    """Decode's answer that isn't streamed. Raises ``HttpFailure`` for what is no JSON object."""
+    try:
+        answer = decode_json(raw)
+    except msgspec.DecodeError as error:
+        message = f"decode answered something else than JSON: {error}"
+        raise HttpFailure.of(502, message, kind="UpstreamError") from error
+    if not isinstance(answer, dict):
+        raise HttpFailure.of(502, "decode answered no JSON object", kind="UpstreamError")
+    return answer

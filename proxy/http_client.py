@@ -32,7 +32,7 @@ LARGE = 64 << 10  # bytes of a request from which the writer waits until the eng
 
 
 def keep_alive(sock: Any) -> None:
-    """A machine that restarted says so to TCP's own probes: no exchange waits for what it had."""
+    """Turns on TCP's own probes, which end exchanges with a machine that restarted."""
     if sock is None:
         return
     with contextlib.suppress(OSError, AttributeError):
@@ -296,12 +296,15 @@ def request_bytes(
 ) -> bytes:
     """A whole request. Raises ``ValueError`` for a header with a line end in it."""
     lines = [f"{method} {path} HTTP/1.1", f"host: {authority}"]
-    lines += [f"{name}: {value}" for name, value in headers]
+    for name, value in headers:
+        lines.append(f"{name}: {value}")
     if method == "POST":
-        lines += [f"content-length: {len(body)}", "content-type: application/json"]
-    if any("\r" in line or "\n" in line for line in lines):
+        lines.append(f"content-length: {len(body)}\r\ncontent-type: application/json")
+    head = "\r\n".join(lines)
+    ends = len(lines) - (method != "POST")
+    if head.count("\r") != ends or head.count("\n") != ends:
         raise ValueError("a header has a line end in it")
-    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+    return b"%b\r\n\r\n%b" % (head.encode("latin-1"), body)
 
 
 class Client:

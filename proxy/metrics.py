@@ -14,6 +14,7 @@ from vllm_kvoffload.proxy.budget import ByteBudget
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 PREFIX = "kvoffload_proxy"
+POST_RESULTS = ("started", "repeated", "unknown", "refused")
 
 
 class _Instances(Collector):
@@ -65,10 +66,14 @@ class Metrics:
         Gauge(f"{PREFIX}_held_bytes", "Bytes of requests held", registry=registry).set_function(
             lambda: held.used
         )
-        self.requests = Counter(
+        self._requests = Counter(
             f"{PREFIX}_requests", "Requests ended", ["endpoint", "status", "end"], registry=registry
         )
-        self.running = Gauge(f"{PREFIX}_requests_running", "Requests under way", registry=registry)
+        self._ended: dict[tuple[str, int, str], Counter] = {}  # the counter's children: labels() is slow
+        self.running = 0
+        Gauge(f"{PREFIX}_requests_running", "Requests under way", registry=registry).set_function(
+            lambda: self.running
+        )
         self.seconds = Histogram(
             f"{PREFIX}_request_seconds", "From request to its end", registry=registry, buckets=SECONDS
         )
@@ -92,7 +97,8 @@ class Metrics:
         self.recomputes = Counter(
             f"{PREFIX}_recomputes", "Dispatches for the rest of an answer", registry=registry
         )
-        self.posts = Counter(f"{PREFIX}_metaserver_posts", "Rendezvous posts", ["result"], registry=registry)
+        posts = Counter(f"{PREFIX}_metaserver_posts", "Rendezvous posts", ["result"], registry=registry)
+        self.posts = {result: posts.labels(result) for result in POST_RESULTS}
         self.prefill_failures = Counter(
             f"{PREFIX}_prefill_failures", "Prefills that failed", registry=registry
         )
@@ -111,6 +117,14 @@ class Metrics:
         self.loop_errors = Counter(
             f"{PREFIX}_loop_errors", "Exceptions in background loops, which went on", registry=registry
         )
+
+    def ended(self, path: str, status: int, end: str) -> None:
+        """Counts a request."""
+        key = path, status, end
+        counter = self._ended.get(key)
+        if counter is None:
+            counter = self._ended[key] = self._requests.labels(path, str(status), end)
+        counter.inc()
 
     def page(self) -> bytes:
         """The text that Prometheus reads."""

@@ -1,22 +1,23 @@
 """The meeting of decode and prefill through ``/v1/metaserver``. No I/O.
 
 A decode engine that has room for a request's KV posts where to send it. The proxy made the request's id,
-which nobody can guess, and knows which posts to expect; nothing else may start a prefill. A post is answered
+which can't be guessed, and knows which posts to expect; nothing else may start a prefill. A post is answered
 when the prefill of its own request ended, as vLLM-Ascend's connector has it; it never waits for other posts,
 of which an engine has only a few at a time.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import re
-import uuid
 from asyncio import Future
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vllm_kvoffload.hostnames import HostError, canonical_host
 from vllm_kvoffload.proxy.errors import Refused
-from vllm_kvoffload.proxy.settings import SettingsError, check_host, is_wildcard
 
 Kind = Literal["completion", "chat"]
 Message = dict[str, Any]
@@ -46,7 +47,7 @@ OPTIONAL: dict[str, tuple[type, ...]] = {
 
 def new_parent() -> str:
     """What goes in ``X-Request-Id``: random, so that no two requests meet."""
-    return str(uuid.uuid4())
+    return os.urandom(16).hex()
 
 
 def external_id(kind: Kind, parent: str) -> str:
@@ -89,13 +90,12 @@ def check_notice(message: object) -> tuple[str, Notice]:
     return message["request_id"], Notice(message["failure"], message["error"][:REASON_LIMIT], layout)
 
 
+@functools.lru_cache(256)  # of few engines, each with every request
 def _check_host(host: str) -> None:
-    if is_wildcard(host):
-        raise Refused(f"remote_host {host[:80]!r} can't be called", "remote_host")
     try:
-        check_host(host, "remote_host")
-    except SettingsError as error:
-        raise Refused(str(error), "remote_host") from error
+        canonical_host(host, scope=True)
+    except HostError as error:
+        raise Refused(f"remote_host: {error}", "remote_host") from error
 
 
 def check_message(message: object) -> Message:
@@ -105,7 +105,7 @@ def check_message(message: object) -> Message:
     for table, needed in ((REQUIRED, True), (OPTIONAL, False)):
         for name, types in table.items():
             value = message.get(name)
-            if value is None and not needed:
+            if type(value) in types or (value is None and not needed):
                 continue
             boolean = isinstance(value, bool) and bool not in types  # bool is an int in Python
             if boolean or not isinstance(value, types):

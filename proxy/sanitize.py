@@ -1,7 +1,7 @@
 """The prefill request made of a client's request, by one table.
 
-A prefill engine makes one token, whatever was asked for. Nothing reads that token: it is the most likely one,
-and what would shape it is left out. What shapes the prompt stays, since both engines must see the same
+A prefill engine makes one token, which is never read: it is the most likely one, and parameters that shape
+output are left out. Those that shape the prompt stay, since both engines must see the same
 tokens: messages, tools, tool_choice, response_format, chat template arguments, truncation, cache_salt.
 """
 

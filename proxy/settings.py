@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
+from vllm_kvoffload.hostnames import HostError, canonical_host
 from vllm_kvoffload.proxy.tls import EngineTls, Tls, TlsError
 
-LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")  # of a name; Docker's may have _
-NAME_LIMIT = 253
 METASERVER = "/v1/metaserver"
 PROBE_JITTER = 1.2  # the longest time between two probes, in intervals
 WILDCARDS = frozenset({"", "0.0.0.0", "::", "0:0:0:0:0:0:0:0", "*"})
@@ -27,11 +25,17 @@ class Address:
 
     host: str
     port: int
+    # ``host:port`` as URLs and Host headers have it, IPv6 in brackets. Made once: every request asks.
+    authority: str = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def authority(self) -> str:
-        """``host:port`` as URLs and Host headers have it, IPv6 in brackets."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+    def __post_init__(self) -> None:
+        authority = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        object.__setattr__(self, "authority", authority)
+        object.__setattr__(self, "_hash", hash((self.host, self.port)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         return self.authority
@@ -50,22 +54,11 @@ def is_wildcard(host: str) -> bool:
 
 def check_host(host: str, flag: str) -> str:
     """``host`` without brackets. Raises ``SettingsError`` where it is neither a name nor an address."""
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    shown = repr(host[:80])
-    if not bare or not bare.isascii() or any(c in "/@?#" or not c.isprintable() or c == " " for c in bare):
-        raise SettingsError(f"{flag}: {shown} is no host; give a name or an address without scheme or port")
-    labels = bare.removesuffix(".").split(".")
-    if ":" in bare or all(part.isdigit() for part in labels):
-        try:
-            ipaddress.ip_address(bare)
-        except ValueError as error:
-            raise SettingsError(f"{flag}: {shown} is not a valid IP address") from error
-    elif len(bare) > NAME_LIMIT or not all(LABEL.fullmatch(label) for label in labels):
-        # The resolver raises UnicodeError for such names instead of not finding them.
-        raise SettingsError(
-            f"{flag}: {shown} is no host name: parts of 1 to 63 letters, digits, '-' and '_' between dots"
-        )
-    return bare
+    try:
+        canonical_host(host, scope=True)
+    except HostError as error:
+        raise SettingsError(f"{flag}: {error}; give a name or an address without scheme or port") from error
+    return host.strip("[]")
 
 
 def check_port(port: int, flag: str) -> int:
@@ -115,7 +108,7 @@ class Deadlines:
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may use. Raises ``SettingsError`` for values that can't work."""
+    """Limits on a client's requests and connections. Raises ``SettingsError`` for values that can't work."""
 
     head_bytes: int = 64 << 10  # request line and header fields
     head_fields: int = 200
@@ -156,7 +149,7 @@ class ProxySettings:
     engine_tls: EngineTls | None = None
     api_keys: tuple[str, ...] = ()
     metaserver_port: int | None = None
-    # Whoever has it may post for a request: the id alone, which clients see in answers, opens nothing.
+    # Needed to post for a request: clients see its id in their answer, so the id alone must not be enough.
     metaserver_token: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
 
     @property
@@ -173,12 +166,12 @@ class ProxySettings:
 
     @property
     def metaserver(self) -> str:
-        """What decode engines are told to post to. Not for logs."""
+        """The URL that decode engines post to. It has the token in it: keep it out of logs."""
         return f"{self.metaserver_origin}{METASERVER}/{self.metaserver_token}"
 
     @property
     def failures(self) -> str:
-        """Where decode engines say why they didn't get a request's KV."""
+        """The URL for decode engines' failure notices."""
         return f"{self.metaserver}/failed"
 
     @property
@@ -202,6 +195,16 @@ def advertised(host: str, port: int, advertise_host: str | None) -> Address:
             "set --advertise-host to an address of this machine that they reach"
         )
     return Address(check_host(chosen, flag), port)
+
+
+def check_side_ports(port: int, admin_port: int | None, metaserver_port: int | None) -> None:
+    """Raises ``SettingsError`` unless each port is one, and another than the others."""
+    if admin_port is not None and check_port(admin_port, "--admin-port") == port:
+        raise SettingsError("--admin-port: must differ from --port; without it, /admin is on --port")
+    if metaserver_port is None:
+        return
+    if check_port(metaserver_port, "--metaserver-port") in (port, admin_port):
+        raise SettingsError("--metaserver-port: must differ from --port and --admin-port")
 
 
 def check_security(tls: Tls | None, engine_tls: EngineTls | None, api_keys: Sequence[str]) -> None:
@@ -251,17 +254,10 @@ def proxy_settings(
         raise SettingsError(f"--max-retries: {max_retries} is negative")
     if max_held_bytes < 1 << 20:
         raise SettingsError(f"--max-held-bytes: {max_held_bytes} is less than a megabyte")
-    if admin_port is not None:
-        check_port(admin_port, "--admin-port")
-        if admin_port == port:
-            raise SettingsError("--admin-port: must differ from --port; without it, /admin is on --port")
-        if not admin_token:
-            raise SettingsError("--admin-port: needs a token in KVOFFLOAD_PROXY_ADMIN_TOKEN")
+    if admin_port is not None and not admin_token:
+        raise SettingsError("--admin-port: needs a token in KVOFFLOAD_PROXY_ADMIN_TOKEN")
+    check_side_ports(port, admin_port, metaserver_port)
     check_security(tls, engine_tls, api_keys)
-    if metaserver_port is not None:
-        check_port(metaserver_port, "--metaserver-port")
-        if metaserver_port in (port, admin_port):
-            raise SettingsError("--metaserver-port: must differ from --port and --admin-port")
     return ProxySettings(
         host=host,
         port=port,

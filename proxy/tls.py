@@ -35,7 +35,7 @@ class Tls:
             ) from error
         if mode is not ssl.CERT_NONE and self.ca_certs is None:
             raise TlsError(
-                f"--ssl-cert-reqs: {self.cert_reqs} needs --ssl-ca-certs, whose clients are accepted"
+                f"--ssl-cert-reqs: {self.cert_reqs} needs --ssl-ca-certs, which says whose certificates count"
             )
         _readable("--ssl-certfile", self.certfile)
         _readable("--ssl-keyfile", self.keyfile)

@@ -244,7 +244,7 @@ def _geometry(vllm_config: VllmConfig, platform: Platform, additional: Mapping[s
     )
 
 
-def deployment_hosts(vllm_config: VllmConfig) -> list[object]:
+def configured_hosts(vllm_config: VllmConfig) -> list[object]:
     """Hosts that vLLM's configuration names, loopback aside: those of the engine's own deployment."""
     from vllm.utils.network_utils import get_ip
 
@@ -273,7 +273,7 @@ def _options(vllm_config: VllmConfig, platform: Platform) -> dict[str, Any]:
     remotes = [part for part in ours if part.name == REMOTE_D2H]
     remote = None
     if remotes and transfer is not None:
-        part, hosts = remotes[0], deployment_hosts(vllm_config)
+        part, hosts = remotes[0], configured_hosts(vllm_config)
         remote = parse_remote_d2h(part.role, transfer.kv_port, part.options, platform, hosts)
     return {
         "platform": platform,

@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 PERIOD_S = 30.0
 KINDS_KEPT = 256
-SHOWN = 80
-"""Longest piece of foreign text in a message."""
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -20,12 +18,23 @@ def get_logger(name: str) -> logging.Logger:
 class QuietLog:
     """Logs each kind of message at most once a period, and says how many it left out.
 
-    For what repeats with every request, or as often as a stranger likes. `prefix` begins each line.
+    For lines that repeat with every request, or that a stranger can cause at any rate.
+
+    Args:
+        subject: with it, each line begins with it and the kind of the message.
+        period_s: seconds between two messages of a kind.
     """
 
-    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic, prefix: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        subject: str = "",
+        period_s: float = PERIOD_S,
+    ) -> None:
         self._logger = get_logger(name)
-        self._clock, self._prefix = clock, prefix
+        self._clock, self._subject, self._period_s = clock, subject, period_s
         self._next: dict[str, float] = {}
         self._dropped: dict[str, int] = {}
 
@@ -43,28 +52,15 @@ class QuietLog:
 
     def _log(self, level: int, kind: str, message: str, exc_info: bool = False) -> None:
         now = self._clock()
+        line = f"{self._subject} {kind}: {message}" if self._subject else message
         if len(self._next) >= KINDS_KEPT:
             self._next = {known: at for known, at in self._next.items() if at > now}
         if kind not in self._next and len(self._next) >= KINDS_KEPT:
             kind = "other"
-        if now < self._next.get(kind, 0.0):
+        if now < self._next.get(kind, float("-inf")):
             self._dropped[kind] = self._dropped.get(kind, 0) + 1
             return
         dropped = self._dropped.pop(kind, 0)
-        self._next[kind] = now + PERIOD_S
+        self._next[kind] = now + self._period_s
         more = f" ({dropped} more since the last message)" if dropped else ""
-        self._logger.log(level, "%s%s%s", self._prefix, message, more, exc_info=exc_info)
-
-
-def shown(value: object) -> str:
-    """A foreign value for a message: one line of ASCII, short, whatever it is."""
-    if isinstance(value, str):
-        text = ascii(value[:SHOWN])
-        return text if len(value) <= SHOWN else f"{text}... ({len(value)} characters)"
-    if value is None or isinstance(value, (bool, float)):
-        return repr(value)
-    if isinstance(value, int):
-        return repr(value) if value.bit_length() <= 128 else f"an integer of {value.bit_length()} bits"
-    if isinstance(value, dict):
-        return "an object"
-    return "a list" if isinstance(value, list) else f"a {type(value).__name__}"
+        self._logger.log(level, "%s%s", line, more, exc_info=exc_info)

@@ -280,14 +280,16 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, [])
 
     def reset_cache(self) -> bool:
-        """No request that begins from now on finds what was stored before: weights may be others now.
+        """Hides everything stored so far from requests that begin later: the weights may have changed.
 
         On the scheduler's side; False on the workers', which learn it with each request.
         """
         if self._scheduler is None:
             return False
         self._scheduler.reset()
-        logger.info("The store was reset: what it holds is not found any more, and gives way to new blocks")
+        logger.info(
+            "The store was reset: blocks stored so far are not found any more, and make room for new ones"
+        )
         return True
 
     @classmethod

@@ -15,8 +15,8 @@ class StoreStep:
     shares the store; unlike `req_id`, which clients choose. begins: the request was given its blocks just
     now; else `blocks` and `hashes` add to those before. hashes: of full blocks. computed: tokens whose KV
     exists; of these `local` are in the device's blocks when the request begins. stored: leading blocks that
-    the store had then. end: tokens after the step, drafts included; confirmed: without them. last: nobody
-    needs the request's own KV after the step. generation: of the blocks in the store that the request may
+    the store had then. end: tokens after the step, drafts included; confirmed: without them. last: the
+    request's own KV is not needed after the step. generation: of the blocks in the store that the request may
     use. refused: why the request can't be stored, "" if it can; of the other fields only `blocks`,
     `computed`, `local` and `end` count then.
     """

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from vllm_kvoffload.connectors.ascend_store.metadata import StoreMetadata, StoreStep
 from vllm_kvoffload.connectors.scheduled import scheduled_requests
+from vllm_kvoffload.foreign_text import shown
+from vllm_kvoffload.log import QuietLog
 from vllm_kvoffload.store import KeySpace, Store
-from vllm_kvoffload.store.quiet_log import QuietLog
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +50,7 @@ class StoreScheduler:
     mtp: an MTP layer's KV of a block's last token depends on the token after it, so the last block of a hit
     is not taken. keeps_all: the store is where running requests' KV lives, decode's included.
 
-    Nothing that is wrong with a request raises: it is one that the store has nothing of, and can't be stored.
+    Bad data of a request never raises: such a request is looked up as a miss, and not stored.
     """
 
     store: Store
@@ -62,7 +63,7 @@ class StoreScheduler:
     _found: dict[str, int] = field(default_factory=dict)
     _generation: str = ""
     _runs: Iterator[str] = field(default_factory=lambda: _run_names(secrets.token_hex(8)))
-    _log: QuietLog = field(default_factory=lambda: QuietLog(__name__))
+    _log: QuietLog = field(default_factory=lambda: QuietLog(__name__, subject="store"))
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens beyond the computed ones that the store has; at least one token is left to compute."""
@@ -75,7 +76,7 @@ class StoreScheduler:
             blocks = max(found - 1, 0) if self.mtp else found
             tokens = max(min(blocks * self.block_size, request.num_tokens - 1) - num_computed_tokens, 0)
         except Exception as error:
-            self._log.warning("request", f"{request.request_id!r:.100} is not looked up: {error!r}")
+            self._log.warning("request", f"{shown(request.request_id)} is not looked up: {error!r}")
             return 0
         self._found[request.request_id] = found
         return tokens
@@ -119,7 +120,7 @@ class StoreScheduler:
                 return self._step(tracked, blocks, computed, end, drafts)
             except Exception as error:
                 tracked.refused = f"it can't be stored: {error!r}"
-                self._log.warning("request", f"{req_id!r:.100}: {tracked.refused}")
+                self._log.warning("request", f"{shown(req_id)}: {tracked.refused}")
         tracked.begins = False
         return StoreStep(
             req_id=req_id,

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_kvoffload.connectors.ascend_store.metadata import StoreMetadata, StoreStep
+from vllm_kvoffload.foreign_text import shown
 from vllm_kvoffload.layerwise.pipeline import LayerPipeline, Rows, Step
-from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.log import QuietLog, get_logger
 from vllm_kvoffload.store import KeySpace, ReadObject, Store, StoreError, WriteObject, WriteRefusal
-from vllm_kvoffload.store.quiet_log import QuietLog
 
 logger = get_logger(__name__)
 
@@ -29,7 +29,7 @@ class Held:
 
     blocks: device ids. hashes: of full blocks. generation: see `StoreStep`. resident: leading tokens that
     layers with memory of their own still have. stored: leading blocks that need no saving any more. partials:
-    keys of blocks that were stored under the request's own name, since nobody may share them (yet). pins:
+    keys of blocks that were stored under the request's own name, since they can't be shared (yet). pins:
     objects that are open, by block.
     """
 
@@ -89,7 +89,7 @@ class StoreWorker:
         self._requests: dict[str, Held] = {}
         self._step: list[Current] = []
         self._begun: set[str] = set()  # in this step
-        self._log = QuietLog(__name__)
+        self._log = QuietLog(__name__, subject="store")
         self._number = 0  # of the step; the same on all ranks
         self._invalid: set[int] = set()
         self._unquiet_writes: list[WriteObject] = []
@@ -129,21 +129,21 @@ class StoreWorker:
         try:
             self._plan_loads(current, number)
         except Exception as error:
-            self._log.warning("request", f"{current.step.req_id!r:.100} is lost: {error!r}")
+            self._log.warning("request", f"{shown(current.step.req_id)} is lost: {error!r}")
             current.reason = f"its KV can't be loaded: {error!r}"
             current.runs.clear()
             current.own_runs.clear()
         if current.reason:
             return
         if current.step.refused:
-            if self._shares:  # its rows will be nowhere after this step
+            if self._shares:  # its rows are lost after this step
                 current.unsaved = current.step.refused
             return
         try:
             if self._publishes:
                 self._plan_saves(current, number)
         except Exception as error:
-            self._log.warning("request", f"{current.step.req_id!r:.100} is not stored: {error!r}")
+            self._log.warning("request", f"{shown(current.step.req_id)} is not stored: {error!r}")
             current.unsaved = f"its KV can't be stored: {error!r}"
             current.saves.clear()
 
@@ -195,14 +195,14 @@ class StoreWorker:
                 if attempt < len(names):
                     wanted.append((held, number, names[attempt]))
         except Exception as error:  # a hash that makes no key
-            self._log.warning("request", f"{current.step.req_id!r:.100} has no keys: {error}")
+            self._log.warning("request", f"{shown(current.step.req_id)} has no keys: {error}")
             return []
         return wanted
 
     def _open(self, wanted: Sequence[tuple[Held, int, str]], now: float) -> None:
         try:
             found = self._store.open_read([key for _, _, key in wanted], LEASE_S)
-        except Exception as error:  # whatever it is, the objects are not open
+        except Exception as error:  # of any kind: the objects are not open
             self._log.warning("open", f"it does not answer: {_text(error)}")
             return
         for (held, number, _), pin in zip(wanted, found, strict=True):
@@ -264,7 +264,7 @@ class StoreWorker:
         keys = [key for _, key in named]
         try:
             granted = self._store.open_write(keys, self._object_bytes)
-        except Exception as error:  # whatever it is, there is no room
+        except Exception as error:  # of any kind: there is no room
             self._log.warning("reserve", f"it takes nothing: {_text(error)}")
             return []
         held, existing, again = current.held, [], []
@@ -345,7 +345,7 @@ class StoreWorker:
             return
         try:
             published = self._store.finish_write(writes, ok)
-        except Exception as error:  # whatever it is, nothing of it is readable
+        except Exception as error:  # of any kind: none of them is readable
             self._log.warning("publish", f"{len(writes)} blocks were not stored: {_text(error)}")
             return
         failed = sum(good and not done for good, done in zip(ok, published, strict=True))

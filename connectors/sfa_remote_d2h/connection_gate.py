@@ -1,4 +1,4 @@
-"""Connections of a control port: which have introduced themselves, and an early end for the others."""
+"""Connections of a control port: knows which are authenticated, and closes the others early."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STRANGER_S = 10.0
 MAX_STRANGERS = 256
 STRANGER_FRAMES = 64
 STRANGER_BYTES = 8 << 20
-"""What a stranger may send. libzmq keeps the parts of a message until the last, however many there are."""
+"""Limits on what a stranger may send. libzmq keeps all parts of a message until the last has arrived."""
 
 EVENTS_A_ROUND = 2048
 _BYTES_RECEIVED = 128  # offset of tcpi_bytes_received in Linux's struct tcp_info
@@ -30,7 +30,7 @@ _FAILED = (
 
 @dataclass
 class Connection:
-    """session: that has introduced itself over it, "" for a stranger."""
+    """session: the prefill session that introduced itself over it, "" for a stranger."""
 
     since: float
     frames: int = 0
@@ -79,24 +79,24 @@ class ConnectionGate:
                 self.failed += 1
 
     def frame(self, now: float, descriptor: int) -> str:
-        """A frame came over a connection. Returns whose it is, "" for a stranger's."""
+        """Counts a frame. Returns the session that the connection belongs to, "" for a stranger's."""
         connection = self._connections.setdefault(descriptor, Connection(now))
         connection.frames += 1
         return connection.session
 
     def introduced(self, descriptor: int, session: str) -> None:
-        """The secret came over a connection."""
+        """The sender of a connection has presented the secret."""
         if descriptor in self._connections:
             self._connections[descriptor].session = session
 
     def refuse(self, descriptor: int) -> None:
-        """Ends a connection, if it is a stranger's."""
+        """Closes a connection, if it is a stranger's."""
         connection = self._connections.get(descriptor)
         if connection is not None and not connection.session:
             self._shut(descriptor)
 
     def tick(self, now: float) -> None:
-        """Ends the connections of strangers that are too old, too many, or said too much."""
+        """Closes strangers' connections that are too old, beyond the limit, or have sent too much."""
         strangers = [(fd, c) for fd, c in self._connections.items() if not c.session]
         excess = len(strangers) - MAX_STRANGERS
         for number, (descriptor, connection) in enumerate(strangers):  # the oldest first

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.utils.network_utils import get_ip
 
 from vllm_kvoffload.connectors.device import current_npu
+from vllm_kvoffload.connectors.sfa_remote_d2h.facts import digest_of
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout, layer_index
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import (
     DecodeMetadata,
@@ -98,7 +99,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         layout = Layout.of(kv_caches, self._num_blocks)
         model = vllm_config.model_config
         facts = layout.facts(model.hf_text_config, model.dtype, self._block_size)
-        self._digest = layout.digest(model.hf_text_config, model.dtype, self._block_size)
+        self._digest = digest_of(facts)
         tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         role = "prefill" if config.producer else "decode"
         device_id = tp_rank
@@ -271,14 +272,16 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             self._decode.reported(connector_output.finished_recving or ())
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """What the workers' halves know of their caches: the same on every rank."""
+        """Takes the digest of the workers' layout, which is the same on every rank."""
         for found in metadata.values():
             if self._decode is not None and isinstance(found, LayoutMetadata):
                 self._decode.use_layout(found.digest)
 
     def reset_cache(self) -> bool:
-        """No KV is kept here but what is on its way to decode: False while some of that, which was computed
-        before, could still be read. That is over within a lease of decode's last word."""
+        """False while decode could still read KV that was computed before, the only KV that is kept here.
+
+        That ends within a lease of decode's last message.
+        """
         if self._prefill is not None:
             return self._prefill.reset()
         return self._decode is not None and self._decode.reset()

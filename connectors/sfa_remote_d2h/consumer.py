@@ -3,14 +3,15 @@
 A request is *known* from the step that allocates its blocks. It *waits* until every prefill rank of its
 contributor group has published a transfer for it, and *reads* what these publish, one read of a transfer at a
 time. When all is read it asks each of them to *finish*: only the answer proves that prefill still held the
-blocks when the last byte was read, so only then the request is complete. Whatever is read under a transfer
-that ends otherwise counts for nothing.
+blocks when the last byte was read, so only then is the request complete. What is read under a transfer that
+ends otherwise counts for nothing.
 
 No block of a request is given back, and no other transfer may be read into it, before every read into it is
 over: `take_outcomes` names a request only then. As in `producer`, nothing here waits, sends or knows a clock.
 
 A prefill session becomes a *peer* in three steps: `receive` takes its `Hello` if that has the secret and
-fits, the caller meets it (its memory can be read), and `admit` makes it a peer. Only then it gets an answer.
+fits, the caller meets it (its memory can be read), and `admit` makes it a peer. Only then does it get an
+answer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.counts import ReceiveCounts
-from vllm_kvoffload.connectors.sfa_remote_d2h.introductions import MAX_PEERS, Declines, Door, same_rank
+from vllm_kvoffload.connectors.sfa_remote_d2h.introductions import MAX_PEERS, Admission, Declines, same_rank
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import (
     Outcome,
     Peer,
@@ -30,7 +31,6 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.pending import (
     Receive,
     describe,
 )
-from vllm_kvoffload.connectors.sfa_remote_d2h.ports import owner
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     Beat,
     BeatAck,
@@ -48,9 +48,9 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     ToDecode,
     ToPrefill,
     parts,
-    printable,
     wire_name,
 )
+from vllm_kvoffload.foreign_text import printable
 from vllm_kvoffload.metrics.fields import ReceiveFailure
 from vllm_kvoffload.settings.remote_d2h import Limits
 
@@ -93,7 +93,7 @@ class Consumer:
         self.lost_peers: list[str] = []
         self.counts = ReceiveCounts()
         self._num_layers = num_layers
-        self._door = Door(facts, tp_size, tp_rank)
+        self._admission = Admission(facts, tp_size, tp_rank)
         self._declines = Declines(limits.early_s)
         self._tp_size, self._tp_rank = tp_size, tp_rank
         self._limits = limits
@@ -122,16 +122,16 @@ class Consumer:
 
     def use_secret(self, secret: str) -> None:
         """What prefill must present. Until it is known, nothing is answered: prefill repeats its `Hello`."""
-        self._door.secret = secret or self._door.secret
+        self._admission.secret = secret or self._admission.secret
 
     @property
     def ready(self) -> bool:
         """Whether a secret is known here."""
-        return bool(self._door.secret)
+        return bool(self._admission.secret)
 
     def proved(self, secret: str) -> bool:
         """Whether this is the secret."""
-        return self._door.opens(secret)
+        return self._admission.has_secret(secret)
 
     def expect(self, now: float, order: Receive) -> None:
         """A request's blocks are allocated. Its external id may have been used by an earlier one."""
@@ -219,7 +219,7 @@ class Consumer:
         return ""
 
     def _hello(self, now: float, hello: Hello) -> str:
-        if not self._door.opens(hello.secret):
+        if not self._admission.has_secret(hello.secret):
             return (
                 "its Hello has another secret: a stranger, or given its address by an earlier start of decode"
             )
@@ -227,7 +227,7 @@ class Consumer:
         if known is not None and not same_rank(known.hello, hello):
             reason = "this session introduced itself with other memory before"
         else:
-            reason = self._door.refusal(hello)
+            reason = self._admission.refusal(hello)
         if reason:
             return self.refuse(hello, reason)
         if known is None:
@@ -256,7 +256,7 @@ class Consumer:
         return ""
 
     def _declined(self, now: float, message: Declined) -> str:
-        if not self._door.opens(message.secret):
+        if not self._admission.has_secret(message.secret):
             return "its Declined has another secret"
         pending = self._requests.get(self._named.get(message.request, ""))
         if pending is None:
@@ -423,7 +423,7 @@ class Consumer:
         """Orders a read; False when this rank has nothing to read of these layers, which counts as read."""
         done = layers.stop == self._num_layers
         pull.reading_to = (pull.read_chunks + done, 0 if done else layers.stop)
-        main, indexer = self._shares(self._peers[pull.session], pairs)
+        main, indexer = self._peers[pull.session].shares(pairs, self._tp_size, self._tp_rank)
         if not main and not indexer:
             pull.read_chunks, pull.read_layers = pull.reading_to
             return False
@@ -433,17 +433,6 @@ class Consumer:
         self._reads[number] = (pending.order.req_id, pull)
         self.orders.append(ReadOrder(number, pull.session, pending.order.req_id, layers, main, indexer))
         return True
-
-    def _shares(
-        self, peer: Peer, pairs: Sequence[tuple[int, int, int]]
-    ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """Main blocks are divided among decode's ranks, which share a host pool, and come from member 0.
-        Indexer blocks are wanted by every decode rank, and divided among its contributors."""
-        main: list[tuple[int, int]] = []
-        if peer.member == 0:
-            main = [(a, b) for n, a, b in pairs if owner(n, self._tp_size) == self._tp_rank]
-        indexer = [(a, b) for n, a, b in pairs if owner(n, peer.ratio) == peer.member]
-        return tuple(main), tuple(indexer)
 
     # -------------------------------------------------------------------------------------------- failures
 

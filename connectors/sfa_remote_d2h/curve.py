@@ -1,4 +1,4 @@
-"""CURVE for the control sockets: one key that both engines have, so that no one else can speak or listen."""
+"""CURVE for the control sockets: only engines that have the shared key can send and read messages."""
 
 from __future__ import annotations
 
@@ -7,29 +7,23 @@ import hmac
 import zmq
 from zmq.utils import z85
 
+from vllm_kvoffload.settings.connectors import EXTRA
 from vllm_kvoffload.settings.errors import ConfigError
 
 _ZAP = "inproc://zeromq.zap.01"
 
 
 class ControlKey:
-    """A key pair from a secret key, 32 bytes as 64 hex digits; both sides use the same pair.
+    """A key pair from a secret key as `read_control_key` gives it; both sides use the same pair.
 
-    Raises ConfigError: the key is none, or this libzmq has no CURVE.
+    Raises ConfigError: this libzmq has no CURVE.
     """
 
     def __init__(self, secret: str) -> None:
-        try:
-            raw = bytes.fromhex(secret.strip())
-        except ValueError:
-            raw = b""
-        if len(raw) != 32:
-            rule, fix = "the file must hold 32 bytes as 64 hex digits", "openssl rand -hex 32 > FILE"
-            raise ConfigError("control_key_file", "(not shown)", rule, fix)
         if not zmq.has("curve"):
             rule, fix = "this libzmq was built without CURVE", "install pyzmq from a wheel, or unset it"
-            raise ConfigError("control_key_file", "(not shown)", rule, fix)
-        self._secret = z85.encode(raw)
+            raise ConfigError(f"{EXTRA}.control_key_file", "(not shown)", rule, fix)
+        self._secret = z85.encode(bytes.fromhex(secret))
         self._public = zmq.curve_public(self._secret)
         self.public = z85.decode(self._public)
 
@@ -47,7 +41,7 @@ class ControlKey:
 class Gatekeeper:
     """Lets the holders of one key in: libzmq asks it about every connection of a context (ZAP, RFC 27).
 
-    CURVE alone would let in whoever knows the public key.
+    CURVE alone would admit every client that knows the server's public key.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], key: ControlKey) -> None:

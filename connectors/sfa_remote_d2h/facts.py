@@ -1,4 +1,4 @@
-"""What prefill and decode must agree on, by name: a digest of it, and where two engines differ. Pure."""
+"""Named facts that prefill and decode must agree on: their digest, and where two engines differ. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from vllm_kvoffload.connectors.sfa_remote_d2h.wire import printable
+from vllm_kvoffload.foreign_text import printable
 
 FACT_LENGTH = 200
 
@@ -25,7 +25,7 @@ def differences(prefill: Mapping[str, str], decode: Mapping[str, str]) -> str:
 
 
 def clipped(text: str) -> str:
-    """A long value by its beginning and a digest: different ones stay different."""
+    """The text; if it is long, its beginning and a digest, so that different values stay different."""
     text = printable(text, 1 << 20)
     if len(text) <= FACT_LENGTH:
         return text

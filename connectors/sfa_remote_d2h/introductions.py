@@ -1,4 +1,4 @@
-"""Who may become a peer of a decode rank, and which requests were declined before they were known. Pure."""
+"""Which prefill sessions a decode rank admits, and requests that were declined too early. Pure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DECLINES_KEPT = 1024
 OVER_KEPT = 4096
 
 
-class Door:
-    """Lets in whoever knows this start's secret and has the same model and layout.
+class Admission:
+    """Admits prefill sessions that know the secret of this start and have the same model and layout.
 
-    secret: "" while it is not known here; then it opens for none. facts: see `Layout.facts`.
+    secret: "" until it is known here; until then no session is admitted. facts: see `Layout.facts`.
     """
 
     def __init__(self, facts: Mapping[str, str], tp_size: int, tp_rank: int) -> None:
@@ -29,8 +29,8 @@ class Door:
         self._facts, self._digest = dict(facts), digest_of(facts)
         self._tp_size, self._tp_rank = tp_size, tp_rank
 
-    def opens(self, secret: str) -> bool:
-        """Whether this is the secret; how long that takes says nothing about it."""
+    def has_secret(self, secret: str) -> bool:
+        """Whether this is the secret, compared in constant time."""
         return bool(self.secret) and hmac.compare_digest(secret.encode(), self.secret.encode())
 
     def refusal(self, hello: Hello) -> str:
@@ -70,7 +70,7 @@ class Declines:
         return len(self._kept)
 
     def keep(self, now: float, message: Declined) -> None:
-        """For a request that is not known."""
+        """Keeps a message about a request that is not known here."""
         key = (message.request, message.prompt)
         if now - self._over.get(key, float("-inf")) >= self._keep_s:
             self._kept.pop(key, None)
@@ -79,7 +79,7 @@ class Declines:
             self._kept.popitem(last=False)
 
     def take(self, now: float, request: str, prompt: bytes) -> Declined | None:
-        """What was said of a request that is known now."""
+        """The message kept about a request that has become known, if there is one."""
         kept = self._kept.pop((request, prompt), None)
         return kept[1] if kept is not None and now - kept[0] < self._keep_s else None
 

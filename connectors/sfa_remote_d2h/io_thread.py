@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import zmq
 
+from vllm_kvoffload.connectors.sfa_remote_d2h.wire import MAX_FRAME_BYTES
 from vllm_kvoffload.log import QuietLog, get_logger
 from vllm_kvoffload.metrics import StatsChannel
 
@@ -22,6 +23,9 @@ BACKOFF_S = 1.0
 
 MAX_SOCKETS = 8192
 """Of a context: libzmq's own limit is 1023."""
+
+HANDSHAKE_MS = 5000
+KEEPALIVE_S = 60
 
 LATE_S = 1.0
 """A thread that looks so much later than it wants to says so: leases may end meanwhile."""
@@ -71,7 +75,7 @@ class IOThread(ABC):
 
     Attributes:
         errors: how many exceptions were caught; the thread goes on after each.
-        quiet: for log lines that others can cause at will.
+        quiet: rate-limited log for lines that peers can cause.
     """
 
     def __init__(self, name: str, channel: StatsChannel | None = None) -> None:
@@ -118,7 +122,7 @@ class IOThread(ABC):
         os.close(self._wake_fd)
 
     def attempt(self, what: str, function: Callable[..., None], *args: object) -> bool:
-        """Calls a function for one item; whether it went well. An error costs no other item."""
+        """Calls a function for one item; whether it succeeded. An exception is counted and logged."""
         try:
             function(*args)
             return True
@@ -170,6 +174,19 @@ class IOThread(ABC):
 
     def _close(self) -> None:  # noqa: B027  # most have nothing else to close
         """Lets go of what the subclass opened; the thread has ended."""
+
+
+def set_options(socket: zmq.Socket[bytes], queue_length: int) -> None:
+    """Sets the options of both sides' sockets. queue_length: messages that libzmq keeps, each way."""
+    for option, value in (
+        (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
+        (zmq.RCVHWM, queue_length),
+        (zmq.SNDHWM, queue_length),
+        (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S),
+    ):
+        socket.setsockopt(option, value)
 
 
 def send(socket: zmq.Socket[bytes], frames: list[bytes]) -> None:

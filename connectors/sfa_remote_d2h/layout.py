@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvoffload.connectors.sfa_remote_d2h.facts import clipped, digest_of
+from vllm_kvoffload.connectors.sfa_remote_d2h.facts import clipped
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import LayerLayout
 from vllm_kvoffload.transfer import Region
 
@@ -62,14 +62,10 @@ class Layout:
         return cls(tuple(layers), _merged(regions.values()), num_blocks)
 
     def facts(self, model: Any, dtype: object, block_size: int) -> dict[str, str]:
-        """All that both sides must agree on, by name. model: the HF text config."""
+        """The facts that both sides must agree on. model: the HF text config."""
         values = {key: _text(getattr(model, key, None)) for key in _MODEL_KEYS}
         values |= {"dtype": str(dtype), "block_size": str(block_size), "layers": str(len(self.layers))}
         return {**values, "block_bytes": clipped(_sizes(self.layers))}
-
-    def digest(self, model: Any, dtype: object, block_size: int) -> str:
-        """`digest_of` these facts."""
-        return digest_of(self.facts(model, dtype, block_size))
 
 
 def _text(value: object) -> str:
@@ -90,7 +86,7 @@ def _sizes(layers: Sequence[LayerLayout]) -> str:
 
 
 def _merged(regions: Iterable[Region]) -> tuple[Region, ...]:
-    """Regions of which none overlaps another: those that do become one."""
+    """The regions, overlapping ones merged."""
     merged: list[Region] = []
     for region in sorted(regions, key=lambda region: (region.address, region.nbytes)):
         last = merged[-1] if merged else None

@@ -18,7 +18,7 @@ from vllm_kvoffload.metrics.fields import ReceiveFailure
 class Target:
     """Decode's control plane, from the rendezvous: `port` is that of TP rank 0 of the request's DP rank.
 
-    secret: of this start of decode, which its ranks want to hear from whoever introduces itself.
+    secret: of this start of decode; a prefill rank must present it when it introduces itself.
     """
 
     host: str
@@ -47,7 +47,7 @@ class PrefillStep:
 
 @dataclass(frozen=True)
 class Decline:
-    """A request that decode waits for in vain, told to all its ranks: why no transfer will come."""
+    """Tells all ranks of decode that no transfer of a request will come, and why."""
 
     request: str
     target: Target
@@ -78,14 +78,14 @@ class DecodeMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class LayoutMetadata(KVConnectorHandshakeMetadata):
-    """What the worker's half knows when the caches are there, and the scheduler's half tells prefill."""
+    """Digest of the worker's layout, which the scheduler's half puts into every rendezvous."""
 
     digest: str
 
 
 @dataclass
 class ReceiveReport(KVConnectorWorkerMetadata):
-    """Why requests were not received, by request id: what one rank, or several, say of a step."""
+    """Receives that failed in a step, by request id: of one rank, or merged from several."""
 
     failures: dict[str, Failure]
 

@@ -1,4 +1,4 @@
-"""What `kv_transfer_params` ask for. Anyone may have written them: they become values of known types."""
+"""Validates `kv_transfer_params`, which any client may have written, into typed values."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from typing import Any
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import Target
 from vllm_kvoffload.connectors.sfa_remote_d2h.ports import TPMismatchError, tp_ratio
 from vllm_kvoffload.connectors.sfa_remote_d2h.rendezvous import RendezvousError, check_url
-from vllm_kvoffload.log import shown
-from vllm_kvoffload.settings.hosts import HostError, HostList
+from vllm_kvoffload.foreign_text import shown
+from vllm_kvoffload.hostnames import HostError
+from vllm_kvoffload.settings.hosts import HostList
 from vllm_kvoffload.settings.remote_d2h import MAX_PORT, external_id
 
 MAX_ID = 256
 """Characters of an external request id: it travels in every message about the request."""
 
 MAX_TP = 64
-"""Ranks of a decode engine: all of them are talked to on behalf of one request."""
+"""Most ranks of a decode engine: one request may make prefill connect to all of them."""
 
 _SECRET = re.compile(r"[0-9a-fA-F]{0,64}")
 
 
 class Refusal(ValueError):
-    """What is asked for can't be done, and why, in one line. target: whom to tell, where that is known."""
+    """The parameters can't be followed, and why, in one line. target: decode engine to tell, if known."""
 
     def __init__(self, reason: str, target: Target | None = None) -> None:
         super().__init__(reason)
@@ -44,7 +45,7 @@ class ReceiveParams:
     """Decode: the request's KV is to come from prefill.
 
     metaserver: where to post for it, "" where prefill comes by itself (`do_virtual`).
-    failures: where to say that it failed, "" for nowhere.
+    failures: URL for a failure notice, "" for none.
     refusal: why it can't be received, "" if it can.
     """
 
@@ -54,7 +55,7 @@ class ReceiveParams:
 
     @classmethod
     def of(cls, params: object, hosts: HostList) -> ReceiveParams | None:
-        """None for a request that asks for nothing."""
+        """None for a request without `do_remote_prefill`."""
         if not params:
             return None
         if not isinstance(params, Mapping):
@@ -97,7 +98,7 @@ class HandOverParams:
 
     @classmethod
     def of(cls, params: object, req_id: str, tp_size: int, hosts: HostList) -> HandOverParams | None:
-        """None for a request that asks for nothing. tp_size: of this engine. Raises Refusal."""
+        """None for a request without `do_remote_decode`. tp_size: of this engine. Raises Refusal."""
         if not params:
             return None
         if not isinstance(params, Mapping):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from vllm_kvoffload.connectors.sfa_remote_d2h.ports import owner
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import Chunk, Hello, Publish
 from vllm_kvoffload.metrics.fields import ReceiveFailure
 
@@ -74,12 +76,29 @@ class Phase(str, Enum):
 
 @dataclass
 class Peer:
-    """A prefill session that introduced itself."""
+    """A prefill session that introduced itself.
+
+    ratio: prefill ranks that serve one decode rank. member: which of these it is.
+    """
 
     hello: Hello
     member: int
     ratio: int
     heard_at: float
+
+    def shares(
+        self, pairs: Sequence[tuple[int, int, int]], tp_size: int, tp_rank: int
+    ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+        """What a decode rank reads from it, of main KV and of indexer KV, out of `Pull.pairs`.
+
+        Main blocks are divided among decode's ranks, which share a host pool, and come from member 0.
+        Indexer blocks are needed by every decode rank, and divided among the prefill ranks that serve it.
+        """
+        main: list[tuple[int, int]] = []
+        if self.member == 0:
+            main = [(a, b) for n, a, b in pairs if owner(n, tp_size) == tp_rank]
+        indexer = [(a, b) for n, a, b in pairs if owner(n, self.ratio) == self.member]
+        return tuple(main), tuple(indexer)
 
 
 @dataclass(eq=False)
@@ -107,7 +126,7 @@ class Pull:
     end: int = 0
 
     def take(self, message: Publish, blocks_there: int, num_layers: int) -> str:
-        """Adds what a `Publish` tells; returns why it can't be true, or "".
+        """Adds the chunks of a `Publish`; returns how they contradict what is known, or "".
 
         blocks_there: blocks that prefill has. No chunk is kept that contradicts earlier ones: blocks beyond
         the prompt or prefill's cache, or twice; chunks out of order, changed, or after the last.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-import re
-
 
 class TPMismatchError(ValueError):
     """Prefill's tensor-parallel size is no multiple of decode's."""
@@ -45,24 +42,3 @@ def chunk_range(
     begin = max(cached_tokens // block_size, published_blocks)
     end = -(-computed_tokens // block_size) if final else computed_tokens // block_size
     return begin, max(begin, end)
-
-
-_HOST_NAME = re.compile(
-    r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*\.?\Z"
-)
-_SCOPE = re.compile(r"[A-Za-z0-9_.-]{1,32}\Z")
-
-
-def is_host(host: object) -> bool:
-    """Whether this is a host name or an IP address that can be connected to: no wildcard, port or path."""
-    if not isinstance(host, str):
-        return False
-    address, percent, scope = host.partition("%")
-    if percent and not _SCOPE.match(scope):
-        return False
-    try:
-        ip = ipaddress.ip_address(address)
-    except ValueError:
-        last = host.rstrip(".").rpartition(".")[2]
-        return _HOST_NAME.match(host) is not None and not last.isdigit()
-    return not (ip.is_unspecified or ip.is_multicast) and (ip.version == 6 or not percent)

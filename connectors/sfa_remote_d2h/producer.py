@@ -35,9 +35,9 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     ToDecode,
     ToPrefill,
     parts,
-    printable,
     wire_name,
 )
+from vllm_kvoffload.foreign_text import printable
 from vllm_kvoffload.metrics.fields import TransferEnd
 
 Endpoint = TypeVar("Endpoint")
@@ -50,7 +50,7 @@ HELLO_AGAIN_S = 0.1
 """Least time between two introductions to an endpoint, even if it asks for more of them."""
 
 SILENT_S = 5.0
-"""An endpoint that has not answered an introduction for so long is worth a line in the log."""
+"""Time without an answer to an introduction after which an endpoint is logged."""
 
 REFUSED_S = 5.0
 """How long a decode rank that refused this engine is not asked again; it may be replaced by another."""
@@ -142,8 +142,8 @@ class Producer(Generic[Endpoint]):
     ) -> None:
         """Begins a transfer; one that the request already has is dropped, since its blocks are others.
 
-        secret: that of the decode engine which waits for the request. If it is another than the endpoint has
-        heard, this rank introduces itself again: decode may have restarted.
+        secret: of the decode engine that waits for the request. If the endpoint was last shown another one,
+        this rank introduces itself again: decode may have restarted.
         """
         self.drop(req_id, "preempted", retry=True)
         lease_end = now + self.hello.lease_s
@@ -201,7 +201,7 @@ class Producer(Generic[Endpoint]):
         self._send(endpoint, message)
 
     def fail_endpoint(self, endpoint: Endpoint) -> None:
-        """An endpoint can't be talked to: its transfers end."""
+        """No connection to an endpoint can be made: its transfers end."""
         for transfer in [t for t in self._transfers.values() if t.endpoint == endpoint]:
             self._close(transfer, TransferEnd.UNREACHABLE, tell=False)
         self._links.pop(endpoint, None)
@@ -286,7 +286,7 @@ class Producer(Generic[Endpoint]):
                 self._publish(now, transfer, 0)
 
     def _refuse(self, now: float, transfer: Transfer[Endpoint], link: Link) -> None:
-        """Decode will not read a transfer, and its request is told so at once instead of at a deadline."""
+        """Decode will not read a transfer: it is told to end the request now, not at a deadline."""
         request, prompt = transfer.request, transfer.prompt
         self.decline(now, transfer.endpoint, request, prompt, transfer.secret, link.refused)
         self._close(transfer, TransferEnd.REFUSED, tell=False)

@@ -1,4 +1,4 @@
-"""Decode's reads: a read order is carried out piece by piece, and ends once, whatever happens."""
+"""Carries out decode's read orders piece by piece; every order ends exactly once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import ReadOrder
-from vllm_kvoffload.connectors.sfa_remote_d2h.wire import Hello, printable
+from vllm_kvoffload.connectors.sfa_remote_d2h.wire import Hello
+from vllm_kvoffload.foreign_text import printable
 from vllm_kvoffload.log import QuietLog
 from vllm_kvoffload.transfer import PeerHandle, ReadHandle, ReadStatus, Spans, TransferEngine, TransferError
 from vllm_kvoffload.transfer.spans import block_spans
@@ -22,13 +23,13 @@ READ_S = 30.0
 """Deadline of a piece."""
 
 QUIET_S = 30.0
-"""How long an engine that only raises errors is asked whether a read is over, before it is taken as over."""
+"""How long polling a read may fail without a break before the read counts as over."""
 
 
 @dataclass
 class InFlight:
-    """A read order being carried out. nbytes: what it must have read at its end. lost_at: when the engine
-    raised an error where it should have said how the read is, None while it does."""
+    """A read order being carried out. nbytes: bytes that it must read in all. lost_at: when polling it began
+    to raise, None while polling works."""
 
     order: ReadOrder
     pieces: deque[Spans]
@@ -69,11 +70,6 @@ class Reads:
 
     def __len__(self) -> int:
         return len(self._flights)
-
-    @property
-    def num_sources(self) -> int:
-        """Prefill ranks that can be read from."""
-        return len(self._sources)
 
     def meet(self, hello: Hello) -> str:
         """Makes a prefill rank's memory readable. Returns why it isn't, or ""."""
@@ -116,7 +112,7 @@ class Reads:
                     self._failed("cancel", error)
 
     def poll(self) -> tuple[list[tuple[int, str]], bool]:
-        """(number, error or "") of the orders that are over, each named once; whether any order got on."""
+        """(number, error or "") of the orders that are over, each once; whether any made progress."""
         moved = [self._advance(flight) for flight in list(self._flights.values())]
         over = [flight for flight in self._flights.values() if flight.over]
         for flight in over:

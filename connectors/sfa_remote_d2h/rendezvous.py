@@ -1,4 +1,4 @@
-"""Decode's posts to the proxy: where a request is to be sent to, and why one could not be received.
+"""Decode's posts to the proxy: a rendezvous for each request, and notices of failed receives.
 
 One thread with an event loop, for any number of posts. The proxy answers a rendezvous when prefill is
 through, so posts last; none may block the scheduler or another post.
@@ -16,8 +16,10 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_kvoffload.log import QuietLog, get_logger, shown
-from vllm_kvoffload.settings.hosts import HostError, HostList
+from vllm_kvoffload.foreign_text import printable, shown
+from vllm_kvoffload.hostnames import HostError
+from vllm_kvoffload.log import QuietLog, get_logger
+from vllm_kvoffload.settings.hosts import HostList
 
 logger = get_logger(__name__)
 
@@ -37,6 +39,9 @@ MAX_CONNECTIONS = 2048
 """At once; a quarter of the open files that this process may have, if that is less."""
 
 MAX_URL = 2048
+MAX_ERROR = 200
+"""Characters of a library's message, which may quote what a server sent."""
+
 LOOKUPS = 4
 """Threads that look up names which were found before, and as many for names which were not."""
 
@@ -46,7 +51,7 @@ class RendezvousError(ValueError):
 
 
 def check_url(url: object, hosts: HostList) -> str:
-    """The address, written anew from its parts, if it is one and of a listed host. Raises RendezvousError."""
+    """The URL, rebuilt from its parts. Raises RendezvousError: no http URL, or a host not listed."""
     if not isinstance(url, str) or len(url) > MAX_URL or not url.isascii() or not url.isprintable():
         raise RendezvousError(f"{shown(url)} is no http address")
     try:
@@ -200,9 +205,9 @@ class Rendezvous:
             except aiohttp.InvalidURL:
                 return "the metaserver's address can't be used"
             except aiohttp.ClientConnectorError as refused:
-                error = f"the metaserver can't be reached: {_line(refused)}"
+                error = f"the metaserver can't be reached: {printable(str(refused), MAX_ERROR)}"
             except aiohttp.ClientError as broken:
-                error = f"the connection to the metaserver broke: {_line(repr(broken))}"
+                error = f"the connection to the metaserver broke: {printable(repr(broken), MAX_ERROR)}"
         return error
 
     def _make_session(self) -> Any:
@@ -256,11 +261,6 @@ def _resolver(known: ThreadPoolExecutor, new: ThreadPoolExecutor) -> Any:
             ]
 
     return Resolver()
-
-
-def _line(error: object) -> str:
-    """A library's message, which may quote what a server sent: one short line."""
-    return ascii(str(error)[:200])[1:-1]
 
 
 def _log_error(_loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:

@@ -28,7 +28,8 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure, Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.ports import chunk_range
 from vllm_kvoffload.connectors.sfa_remote_d2h.rendezvous import Rendezvous
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
-from vllm_kvoffload.log import QuietLog, get_logger, shown
+from vllm_kvoffload.foreign_text import shown
+from vllm_kvoffload.log import QuietLog, get_logger
 from vllm_kvoffload.metrics.fields import ReceiveFailure
 from vllm_kvoffload.settings.hosts import HostList
 from vllm_kvoffload.settings.remote_d2h import RemoteD2HConfig, external_id
@@ -59,8 +60,8 @@ class Asked:
 class DecodeScheduler:
     """Decode: asks for the whole prompt but for what is cached, and tells the proxy.
 
-    A request whose parameters can't be followed is *refused*: it goes the way of one whose KV did not come,
-    so that its blocks are never attended to, and vLLM's `kv_load_failure_policy` applies.
+    A request whose parameters can't be followed is *refused*: it ends like one whose KV did not come, so that
+    its blocks are never attended to, and vLLM's `kv_load_failure_policy` applies.
 
     Args:
         address: what prefill is told about this engine: fields of the rendezvous.
@@ -184,7 +185,7 @@ class DecodeScheduler:
         return made
 
     def failed(self, failures: Mapping[str, Failure]) -> None:
-        """Requests were not received: the proxy is told, where it wants to know, once for each."""
+        """Sends the proxy one notice for each request that was not received, if it gave a URL for that."""
         for req_id, failure in failures.items():
             if req_id not in self._receiving:
                 continue
@@ -239,10 +240,10 @@ class Tracked:
 class PrefillScheduler:
     """Prefill: follows the requests that decode waits for, step by step.
 
-    What is asked for in a way that can't be followed is computed like any other request, and not handed over.
+    A request whose parameters can't be followed is computed like any other, and not handed over.
 
     Args:
-        hosts: decode engines that are talked to.
+        hosts: decode engines that requests may be handed over to.
     """
 
     def __init__(self, block_size: int, tp_size: int, hosts: HostList) -> None:
@@ -284,7 +285,7 @@ class PrefillScheduler:
         self._tracked[req_id] = Tracked(request, params.target, digest, len(prompt), params.cached_tokens, [])
 
     def _refuse(self, req_id: str, prompt: bytes, reason: str, target: Target | None) -> None:
-        """Decode is told, where it is known: no transfer will come."""
+        """The request is not handed over; decode is told so, if it is known."""
         self._refused.add(req_id)
         self._tracked.pop(req_id, None)
         self._log.error(reason, f"request {shown(req_id)} can't be handed over: {reason}")

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import Meta
+
+from vllm_kvoffload.foreign_text import LINE_LENGTH, is_line, printable
 
 VERSION = 3
 MAX_FRAME_BYTES = 4 << 20
@@ -28,7 +29,7 @@ MAX_FRAME_BYTES = 4 << 20
 MAX_BLOCKS = 1 << 18
 MAX_METADATA = 2 << 20
 MAX_ENTRIES = 4096
-MAX_TEXT = 512
+MAX_TEXT = LINE_LENGTH
 MAX_NAME = 256
 MAX_FACTS = 64
 MAX_TP = 4096
@@ -36,7 +37,6 @@ _ADDRESS_END = 1 << 62
 """Addresses, strides and block sizes lie below: the sum of two is still an int64."""
 
 _LINE = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
-_NOT_IN_LINE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME, pattern=_LINE)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT, pattern=_LINE)]
@@ -167,8 +167,11 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Declined(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="declined"):
-    """Decode refused this session, so that no transfer of the request will come from it. As decode knows no
-    such peer, the secret proves that the message is from whom the request was given to. digest: prefill's."""
+    """No transfer of the request will come from this session, for example since decode refused it.
+
+    Decode has no such peer: the secret proves that the sender has the request's rendezvous. digest: of
+    prefill's facts.
+    """
 
     session: Name
     secret: Annotated[str, Meta(max_length=MAX_NAME, pattern=_LINE)]
@@ -260,7 +263,7 @@ def _checked(frame: bytes, decoder: msgspec.msgpack.Decoder[_Message]) -> _Messa
 
 
 def _check_hello(hello: Hello) -> None:
-    """What no range says: a rank of its TP size, finite numbers, and layers within an address space."""
+    """Checks across fields: a rank below its TP size, a finite lease, layers within the address space."""
     if hello.tp_rank >= hello.tp_size:
         raise WireError(f"rank {hello.tp_rank} of TP size {hello.tp_size}")
     if not math.isfinite(hello.lease_s):
@@ -271,25 +274,15 @@ def _check_hello(hello: Hello) -> None:
                 raise WireError(f"layer {layer.index} reaches beyond the address space")
 
 
-def printable(text: str, length: int = MAX_TEXT) -> str:
-    """The text on one line, shortened: what a message or a log line may hold of foreign text."""
-    if len(text) > length:
-        text = f"{text[: length - 3]}..."
-    if _NOT_IN_LINE.search(text):
-        text = _NOT_IN_LINE.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
-        text = text if len(text) <= length else f"{text[: length - 3]}..."
-    return text
-
-
 def wire_name(request: str) -> str:
-    """A request id as messages give it: one that is too long for them, or no text, by its digest."""
-    if 0 < len(request) <= MAX_NAME and not _NOT_IN_LINE.search(request):
+    """A request id as messages carry it: its digest if it is too long or not printable."""
+    if 0 < len(request) <= MAX_NAME and is_line(request):
         return request
     return f"sha256-{hashlib.sha256(request.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
 def parts(entries: Sequence[_Item]) -> Iterator[tuple[_Item, ...]]:
-    """A list in pieces that a message may hold."""
+    """The list in pieces that each fit into one message."""
     for begin in range(0, len(entries), MAX_ENTRIES):
         yield tuple(entries[begin : begin + MAX_ENTRIES])
 

@@ -12,13 +12,20 @@ import zmq
 from vllm_kvoffload.connectors.sfa_remote_d2h.connection_gate import ConnectionGate
 from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Consumer
 from vllm_kvoffload.connectors.sfa_remote_d2h.curve import ControlKey, Gatekeeper
-from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import TICK_S, Idle, IOThread, receive, send, tcp
+from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import (
+    TICK_S,
+    Idle,
+    IOThread,
+    receive,
+    send,
+    set_options,
+    tcp,
+)
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import DecodeMetadata
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure, Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.reads import Reads
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
-    MAX_FRAME_BYTES,
     Declined,
     Hello,
     NeedHello,
@@ -28,8 +35,8 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     WireError,
     decode_to_decode,
     encode,
-    printable,
 )
+from vllm_kvoffload.foreign_text import printable
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import StatsChannel
 from vllm_kvoffload.metrics.fields import ReceiveFailure
@@ -49,10 +56,7 @@ MESSAGES_A_ROUND = 256
 """Messages taken before reads and deadlines get their turn; libzmq takes connections in turn."""
 
 QUEUE_LENGTH = 64
-"""Messages that libzmq keeps of a connection, and for one. What is beyond waits on prefill, or is lost."""
-
-HANDSHAKE_MS = 5000
-KEEPALIVE_S = 60
+"""Messages that libzmq queues from and to a connection. More wait on prefill, or are lost."""
 
 
 @dataclass
@@ -108,16 +112,8 @@ class DecodeWorker(IOThread):
 
     def _bind(self, host: str, port: int, control_key: str | None) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.ROUTER_HANDOVER, 1),
-            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
-            (zmq.RCVHWM, QUEUE_LENGTH),
-            (zmq.SNDHWM, QUEUE_LENGTH),
-            (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
-            (zmq.TCP_KEEPALIVE, 1),
-            (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S),
-        ):
-            router.setsockopt(option, value)
+        set_options(router, QUEUE_LENGTH)
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if control_key is not None:
             key = ControlKey(control_key)
             key.serve(router)
@@ -265,7 +261,7 @@ class DecodeWorker(IOThread):
         self._carry_out()
 
     def _refuse(self, identity: bytes, descriptor: int, kind: str, reason: str) -> None:
-        """Logs what was not taken. A stranger's connection ends; a peer's frames may come damaged."""
+        """Counts and logs a refusal. descriptor: of a connection that ends if it is a stranger's, or -1."""
         self.frames_refused += 1
         sender = identity.decode("ascii", "backslashreplace")
         self.quiet.error(f"refused {kind}", f"prefill rank {printable(sender, 64)}: {printable(reason)}")
@@ -284,7 +280,7 @@ class DecodeWorker(IOThread):
             self._reads.leave(hello.session)
 
     def _carry_out(self) -> None:
-        """Does what the state machine wants done, until it wants nothing more."""
+        """Carries out what the state machine has queued, until nothing is left."""
         while True:
             with self.lock:
                 consumer = self.consumer
@@ -312,7 +308,7 @@ class DecodeWorker(IOThread):
         send(self._router, [session.encode(), encode(message)])
 
     def _poll_reads(self) -> bool:
-        """Whether any order got on."""
+        """Whether any order made progress."""
         over, moved = self._reads.poll()
         for number, error in over:
             with self.lock:

@@ -11,14 +11,20 @@ import zmq
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.curve import ControlKey
 from vllm_kvoffload.connectors.sfa_remote_d2h.facts import digest_of
-from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import TICK_S, Idle, IOThread, receive, send, tcp
+from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import (
+    TICK_S,
+    Idle,
+    IOThread,
+    receive,
+    send,
+    set_options,
+    tcp,
+)
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import PrefillMetadata, PrefillStep, Target
-from vllm_kvoffload.connectors.sfa_remote_d2h.ports import TPMismatchError, is_host, tp_ratio
+from vllm_kvoffload.connectors.sfa_remote_d2h.ports import TPMismatchError, tp_ratio
 from vllm_kvoffload.connectors.sfa_remote_d2h.producer import SILENT_S, Producer
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
-    MAX_FACTS,
-    MAX_FRAME_BYTES,
     MAX_TP,
     Hello,
     ToDecode,
@@ -26,8 +32,9 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     WireError,
     decode_to_prefill,
     encode,
-    printable,
 )
+from vllm_kvoffload.foreign_text import printable
+from vllm_kvoffload.hostnames import HostError, canonical_host
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import StatsChannel
 from vllm_kvoffload.runtime.base import Event
@@ -55,8 +62,6 @@ MAX_ENDPOINTS = 512
 """Decode ranks that connections are kept to. Those without transfers make room for new ones."""
 
 MAX_RECONNECT_MS = 1000
-HANDSHAKE_MS = 5000
-KEEPALIVE_S = 60
 
 Endpoint = tuple[str, int]
 
@@ -103,7 +108,7 @@ class PrefillWorker(IOThread):
             metadata=engine.local_metadata(),
             lease_s=limits.lease_s,
             progress=progress,
-            facts=dict(list(facts.items())[:MAX_FACTS]),
+            facts=dict(facts),
         )
         self._key = None if control_key is None else ControlKey(control_key)
         self.frames_refused = 0
@@ -276,7 +281,7 @@ class PrefillWorker(IOThread):
                 send(self._socket(endpoint), [encode(message)])
             except Exception as error:
                 failed.add(endpoint)
-                self.errors += not isinstance(error, (EndpointError, zmq.ZMQError))
+                self.errors += not isinstance(error, (EndpointError, HostError, zmq.ZMQError))
                 with self.lock:
                     self.producer.fail_endpoint(endpoint)
                 name = printable(f"{endpoint[0]}:{endpoint[1]}", 128)
@@ -313,12 +318,13 @@ class PrefillWorker(IOThread):
         self.quiet.error(kind, f"decode rank at {endpoint[0]}:{endpoint[1]}: {printable(reason)}")
 
     def _socket(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
-        """The connection to an endpoint. Raises EndpointError, ZMQError."""
+        """The connection to an endpoint. Raises EndpointError, HostError, ZMQError."""
         socket = self._sockets.get(endpoint)
         if socket is None:
             host, port = endpoint
-            if not is_host(host) or not 1 <= port <= MAX_PORT:
-                raise EndpointError("this is no host and port")
+            canonical_host(host)
+            if not 1 <= port <= MAX_PORT:
+                raise EndpointError(f"{port} is no port")
             self._make_room()
             socket = self._context.socket(zmq.DEALER)
             try:
@@ -331,16 +337,8 @@ class PrefillWorker(IOThread):
         return socket
 
     def _connect(self, socket: zmq.Socket[bytes], endpoint: Endpoint) -> None:
-        for option, value in (
-            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
-            (zmq.SNDHWM, QUEUE_LENGTH),
-            (zmq.RCVHWM, QUEUE_LENGTH),
-            (zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS),
-            (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
-            (zmq.TCP_KEEPALIVE, 1),
-            (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S),
-        ):
-            socket.setsockopt(option, value)
+        set_options(socket, QUEUE_LENGTH)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
         # The same name after a reconnect, so that decode's answers find this rank again.
         socket.setsockopt(zmq.IDENTITY, self.producer.hello.session.encode())
         if self._key is not None:

@@ -233,14 +233,14 @@ def test_listed_hosts():
 
 
 def test_by_default_the_engine_talks_to_whom_it_was_told_of():
-    told = HostList.told("hosts", ["192.0.2.7", None, "no host", "node1"])
+    told = HostList.default("hosts", ["192.0.2.7", None, "no host", "node1"])
     for host in ("localhost", "127.0.0.2", "::1", "192.0.2.7", "node1"):
         assert told.check(host)
     with pytest.raises(HostError):
         told.check("192.0.2.8")
 
 
-LOCAL = HostList.told("hosts", ())
+LOCAL = HostList.default("hosts", ())
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from pd_bench import HOST, Bench, metadata
 from vllm_kvoffload.connectors.sfa_remote_d2h import connection_gate, wire, worker_p
 from vllm_kvoffload.connectors.sfa_remote_d2h.curve import ControlKey
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure
-from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.transfer import TransferError
 
 KEYS = ("5e" * 32, "6e" * 32)
@@ -174,11 +173,16 @@ def test_a_peers_session_is_of_no_use_without_its_secret(bench):
     bench.compute("r", [[0]], 2, whole=False)
     bench.wait_metrics("decode", **{"receives.reading": 1})
     session = bench.prefill.producer.hello.session
-    for _ in range(3):
-        bench.decode._receive(
-            time.monotonic(), session.encode(), wire.encode(wire.Closed(session, 1, "forged", False)), -5
-        )
-    time.sleep(0.2)
+    forged, watch, received = wire.encode(wire.Closed(session, 1, "forged", False)), bench.decode._watch, []
+
+    def forge(now):  # on the thread that owns the socket
+        watch(now)
+        bench.decode._receive(now, session.encode(), forged, -5)
+        received.append(now)
+
+    bench.decode._watch = forge
+    until(lambda: len(received) >= 3)
+    del bench.decode._watch
     assert "r" in bench.decode.consumer.live
     bench.prefill.drop(metadata.PrefillMetadata(dropped=[("r", False)]))
     assert bench.wait("r") == {3, 4}
@@ -222,13 +226,6 @@ def test_the_public_key_alone_lets_none_in():
     finally:
         context.destroy(linger=0)
         keyed.close()
-
-
-@pytest.mark.parametrize("key", ["", "xyz", "5e" * 31, "5e" * 33])
-def test_a_key_that_is_none_is_named_but_not_shown(key):
-    with pytest.raises(ConfigError, match="control_key_file") as error:
-        ControlKey(key)
-    assert "5e5e" not in str(error.value)
 
 
 # ------------------------------------------------------------------------------ addresses

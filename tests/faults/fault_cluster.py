@@ -111,6 +111,7 @@ class Census:
     def __init__(self, pid: int) -> None:
         self.threads: Counter[str] = Counter()
         self.files: Counter[str] = Counter()
+        sockets = _sockets()
         for process, name in session_and_descendants(pid).items():
             folder = Path(f"/proc/{process.pid}")
             for task in folder.glob("task/*"):
@@ -120,7 +121,8 @@ class Census:
                     target = os.readlink(fd)
                 except OSError:  # closed meanwhile
                     continue
-                self.files[f"{name}/{re.sub(r'[0-9]+', 'N', target)}"] += 1
+                what = sockets.get(target) or re.sub(r"[0-9]+", "N", target)
+                self.files[f"{name}/{what}"] += 1
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -131,6 +133,17 @@ class Census:
         """What there is more of than in the other one."""
         threads, files = self.threads - other.threads, self.files - other.files
         return f"{self.counts} after {other.counts}, more: {dict(threads)} {dict(files)}"
+
+
+def _sockets() -> dict[str, str]:
+    """What is behind a link like socket:[123], as far as /proc says it: a state of TCP is a number."""
+    found = {}
+    for kind, place in (("tcp", 9), ("tcp6", 9), ("udp", 9), ("unix", 6)):
+        for line in Path(f"/proc/net/{kind}").read_text(encoding="utf-8").splitlines()[1:]:
+            fields = line.split()
+            state = fields[3] if kind.startswith("tcp") else ""
+            found[f"socket:[{fields[place]}]"] = f"socket {kind} {state}".rstrip()
+    return found
 
 
 def _read(path: Path) -> str:

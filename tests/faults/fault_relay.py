@@ -158,7 +158,11 @@ class Relay:
                 self._backs[identity].send(frame, flags=zmq.NOBLOCK)
 
     def _handle(self, to: str, identity: bytes, frame: bytes) -> None:
-        message = wire.decode_to_decode(frame) if to == "decode" else wire.decode_to_prefill(frame)
+        try:
+            message = wire.decode_to_decode(frame) if to == "decode" else wire.decode_to_prefill(frame)
+        except wire.WireError:  # not for the relay to judge
+            self._send(to, identity, frame)
+            return
         if isinstance(message, wire.Publish):
             self._prompts[message.session, message.transfer] = message.prompt
         with self._lock:

@@ -233,6 +233,13 @@ def end_all(scenes: list[Scene]) -> None:
             pass
 
 
+def beside(scene: Scene, act: Callable[[], Any], *others: str) -> None:
+    """One request in each phase when `act` begins, which may take its time."""
+    thread = threading.Thread(target=act)
+    scene.all_phases(thread.start, *(others or ("prefill", "decode")))
+    thread.join()
+
+
 def after(seconds: float, act: Callable[[], None]) -> None:
     """Calls `act` later, in a thread."""
     timer = threading.Timer(seconds, act)
@@ -256,4 +263,10 @@ def warm_up(cluster: Cluster) -> None:
             after(0.2, client.abort)
         for client in clients:
             assert client.join(DEADLINE_S)
+    for name in (
+        "prefill",
+        "decode",
+    ):  # pyzmq's thread for large messages, which is not there before the first
+        large = cluster.client(100, to=name, kv_transfer_params={"large": "x" * 100_000}).start()
+        assert large.join(DEADLINE_S)
     cluster.settle()

@@ -10,8 +10,8 @@ import contextlib
 import http.client
 import http.server
 import json
+import os
 import random
-import re
 import socket
 import threading
 import time
@@ -77,19 +77,20 @@ class Idlers:
 
 
 def listening(pid: int) -> list[int]:
-    """TCP ports on which a server's processes listen, in the order in which their sockets were made."""
-    inodes = set()
-    for process in session_and_descendants(pid):
-        for entry in Path(f"/proc/{process.pid}/fd").glob("*"):
-            with contextlib.suppress(OSError):
-                inodes |= set(re.findall(r"socket:\[(\d+)\]", str(entry.readlink())))
-    ports = {}
+    """TCP ports on which a server's processes listen, by process and then by descriptor."""
+    ports: dict[str, int] = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text(encoding="utf-8").splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                ports[int(fields[9])] = int(fields[1].rpartition(":")[2], 16)
-    return [ports[inode] for inode in sorted(ports)]
+            if fields[3] == "0A":
+                ports[f"socket:[{fields[9]}]"] = int(fields[1].rpartition(":")[2], 16)
+    found = []
+    for process in session_and_descendants(pid):
+        folder = Path(f"/proc/{process.pid}/fd")
+        for descriptor in sorted(folder.iterdir(), key=lambda path: int(path.name)):
+            with contextlib.suppress(OSError):
+                found.append(ports.get(os.readlink(descriptor), 0))
+    return [port for port in found if port]
 
 
 # --------------------------------------------------------------------------------------- the control port

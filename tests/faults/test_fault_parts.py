@@ -35,6 +35,7 @@ from vllm_kvoffload.transfer.base import Region
 zmq = pytest.importorskip("zmq")
 SESSION = "p"
 NBYTES = FILLER_BYTES
+ONE, TWO = (wire.prompt_digest([n]) for n in (1, 2))
 
 
 def publish(transfer, prompt):
@@ -81,20 +82,20 @@ class Line:
 @pytest.fixture
 def line():
     with closing(Line()) as made:
-        made.up(publish(1, b"one"), publish(2, b"two"))
+        made.up(publish(1, ONE), publish(2, TWO))
         assert len(made.at_decode()) == 2
         yield made
 
 
 def test_a_rule_hits_one_request(line):
-    line.relay.rule("dropped", "Publish", prompt=b"one", times=2)
-    line.up(*[publish(1, b"one")] * 3, publish(2, b"two"))
+    line.relay.rule("dropped", "Publish", prompt=ONE, times=2)
+    line.up(*[publish(1, ONE)] * 3, publish(2, TWO))
     got = [wire.decode_to_decode(frame) for frame in line.at_decode()]
     assert [message.transfer for message in got] == [1, 2]
 
 
 def test_what_is_done_to_messages(line):
-    whole = wire.encode(publish(1, b"one"))
+    whole = wire.encode(publish(1, ONE))
     for action, expected in [
         ("dropped", []),
         ("duplicated", [whole, whole]),
@@ -102,7 +103,7 @@ def test_what_is_done_to_messages(line):
         ("delayed", [whole]),
     ]:
         line.relay.rule(action, "Publish", delay_s=0.8)
-        line.up(publish(1, b"one"))
+        line.up(publish(1, ONE))
         if action == "delayed":
             assert not line.at_decode(0.4)
         assert line.at_decode() == expected
@@ -111,11 +112,11 @@ def test_what_is_done_to_messages(line):
 
 
 def test_of_a_heartbeat_only_the_entries_of_the_request(line):
-    line.relay.rule("dropped", "Beat", prompt=b"one", times=None)
-    line.relay.rule("dropped", "BeatAck", prompt=b"two", times=None)
+    line.relay.rule("dropped", "Beat", prompt=ONE, times=None)
+    line.relay.rule("dropped", "BeatAck", prompt=TWO, times=None)
     line.down(wire.Beat("d", SESSION, ((1, 1, 1), (2, 3, 3))))
     assert [wire.decode_to_prefill(f).entries for f in line.at_prefill()] == [((2, 3, 3),)]
-    line.relay.rule("dropped", "Progress", prompt=b"one", times=None)
+    line.relay.rule("dropped", "Progress", prompt=ONE, times=None)
     line.down(wire.Progress("d", SESSION, ((1, 0, 3),)))
     line.down(wire.Progress("d", SESSION, ((2, 0, 3),)))
     assert [wire.decode_to_prefill(f).entries for f in line.at_prefill()] == [((2, 0, 3),)]
@@ -138,7 +139,7 @@ def test_when_prefill_goes_away_so_does_its_connection_to_decode(line):
     with closing(line.context.socket(zmq.DEALER)) as other:
         other.setsockopt(zmq.IDENTITY, b"q")
         other.connect(f"tcp://127.0.0.1:{line.relay.port}")
-        other.send(wire.encode(publish(9, b"nine")))
+        other.send(wire.encode(publish(9, TWO)))
         assert len(line.at_decode()) == 1
 
 

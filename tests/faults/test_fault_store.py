@@ -14,7 +14,18 @@ from fault_client import Client
 from fault_cluster import LEASE_S, metrics
 from fault_relay import ACTIONS
 from fault_report import PHASES
-from fault_scene import BEFORE, DEADLINE_S, FINISHING, LONG_S, PULLING, STREAMING, Scene, end_all, wait_for
+from fault_scene import (
+    BEFORE,
+    DEADLINE_S,
+    FINISHING,
+    LONG_S,
+    PULLING,
+    STREAMING,
+    Scene,
+    beside,
+    end_all,
+    wait_for,
+)
 from fault_store import evict_before_use, joint_cluster
 
 pytestmark = pytest.mark.slow
@@ -181,10 +192,7 @@ def test_reset(store):
         again = Client(cluster.ports["prefill"], first.prompt, first.max_tokens)
         assert scene.add(BEFORE, again).start().join(DEADLINE_S)
         assert store.hit_tokens() == before, "the store still has the prefix"
-        scene.all_phases(lambda: cluster.reset("prefill"), "decode")
-        for _ in range(5):
-            cluster.reset("prefill")
-            time.sleep(0.2)
+        beside(scene, lambda: [cluster.reset("prefill") for _ in range(8)], "decode")
 
 
 @FULL

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import socket
+import types
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,8 +17,8 @@ import pytest
 from proxy_world import FAST, HOST, Exchange, World, decode, world
 
 from vllm_kvoffload.proxy.chunks import ChunkError, Chunks
+from vllm_kvoffload.proxy.cork import cork
 from vllm_kvoffload.proxy.jsontext import DEEPEST, decode_json
-from vllm_kvoffload.proxy.log_limit import Seldom, one_line
 from vllm_kvoffload.proxy.settings import Deadlines, Limits
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -250,6 +251,79 @@ def test_a_pipelined_client_that_goes_away_ends_the_first_request() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("size", [10, 200_000])  # where much comes at once, uvicorn stops reading
+@pytest.mark.parametrize("answering", [False, True])
+def test_a_client_that_goes_away_ends_its_request(size: int, answering: bool) -> None:
+    async def silent(exchange: Exchange) -> None:
+        if answering:
+            await exchange.start_stream()
+            await exchange.word(0)
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        async with world() as w:
+            w.d.usual = silent
+            async with connection(w) as (reader, writer):
+                body = {"prompt": "a" * size, "stream": answering}
+                head, _, rest = post(json.dumps(body).encode()).partition(b"\r\n\r\n")
+                writer.write(head + b"\r\n\r\n")
+                await asyncio.sleep(0.1)
+                writer.write(rest)
+                while not w.d.exchanges:
+                    await asyncio.sleep(0.01)
+                if answering:
+                    await reader.readuntil(b"data: ")
+            await asyncio.wait_for(w.d.exchanges[0].gone.wait(), 2)
+            await w.settle()
+
+    run(scenario)
+
+
+class FakeTransport:
+    """What an answer of uvicorn's needs of one."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.writes.append(data)
+
+    def writelines(self, pieces: list[bytes]) -> None:
+        self.writes.append(b"".join(pieces))
+
+    def close(self) -> None:
+        self.writes.append(b"closed")
+
+
+def test_a_head_goes_out_with_the_first_piece_of_its_body() -> None:
+    def sent(method: str, *steps: bytes) -> list[bytes]:
+        transport = FakeTransport()
+        cycle = types.SimpleNamespace(scope={"method": method}, transport=transport, response_started=False)
+        cork(cycle, transport)  # type: ignore[arg-type]
+        for step in steps:
+            if step == b"close":
+                cycle.transport.close()
+                continue
+            cycle.response_started |= step == b"head"
+            cycle.transport.write(step)
+        return transport.writes
+
+    assert sent("POST", b"continue", b"head", b"one", b"two") == [b"continue", b"headone", b"two"]
+    assert sent("POST", b"head", b"", b"two") == [b"head", b"two"]
+    assert sent("POST", b"head", b"close") == [b"head", b"closed"]
+    assert sent("POST", b"close") == [b"closed"]
+    assert sent("HEAD", b"head") == [b"head"], "no body comes"
+
+    async def scenario() -> None:
+        async with world() as w, connection(w) as (reader, writer):
+            writer.write(HEALTH.replace(b"GET", b"HEAD") + HEALTH)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+            assert head.startswith(b"HTTP/1.1 405 ")
+            assert (await answer(reader))[0] == 200
+
+    run(scenario)
+
+
 def test_half_sent_heads_and_bodies_end() -> None:
     deadlines = Deadlines(**{**vars(FAST), "head": 0.5, "request_body": 0.5})
 
@@ -411,20 +485,6 @@ def test_a_client_that_goes_away_during_writes_is_no_crash(caplog: pytest.LogCap
         run(scenario)
     assert "Traceback" not in caplog.text
     assert "crash" not in caplog.text
-
-
-def test_log_lines_of_strangers() -> None:
-    assert one_line("a\r\nb\x1b\u2028" + "c" * 900) == "a\\x0d\\x0ab\\x1b\\x2028" + "c" * 494 + "..."
-    said: list[str] = []
-    logger = logging.Logger("x")
-    logger.addHandler(type("H", (logging.Handler,), {"emit": lambda _, r: said.append(r.getMessage())})())
-    seldom = Seldom(logger, seconds=3600)
-    for number in range(5):
-        seldom.warning("no %d", number)
-    assert said == ["no 0"]
-    seldom._next = 0
-    seldom.warning("no %d", 5)
-    assert said[1] == "no 5 (and 4 more like it)"
 
 
 def test_chunks_end_where_they_end() -> None:

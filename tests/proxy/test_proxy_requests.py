@@ -281,10 +281,10 @@ MB = 1 << 20
             413,
             "1000 choices",
         ),
-        (b'{"prompt": "a", "x": [' + b"{}," * (2 * MB) + b"1]}", 413, "for all bodies"),
+        (b'{"prompt": "a", "x": [' + b"{}," * (2 * MB) + b"1]}", 413, "for all requests"),
         (b'{"prompt": "a", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}", 400, "nested"),
         (b'{"prompt": "a", "x": ' + b"[" * 900 + b"]" * 900 + b"}", 400, "nested"),
-        (b'{"prompt": "' + b"x" * (9 * MB) + b'"}', 413, "for all bodies"),
+        (b'{"prompt": "' + b"x" * (9 * MB) + b'"}', 413, "for all requests"),
     ],
 )
 def test_a_request_costs_no_more_than_its_budget(raw: bytes, status: int, why: str) -> None:

@@ -179,7 +179,7 @@ class Chaos:
             self._alive(f"after {name} at the control port")
 
     def nixl(self) -> None:
-        """Bytes at NIXL's ports: the last that an engine opened beside the control port.
+        """Bytes at NIXL's port, which is the last that an engine's worker opens beside the control port.
 
         The others are those of torch's process groups, which keep every connection of a stranger open.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import sys
 from pathlib import Path
 
@@ -123,6 +124,15 @@ def test_strangers_send_what_they_should():
     assert len({strangers._claimed(frame) for frame in frames}) > 40
     assert len(strangers.for_decode()) > 40
     assert len(strangers.for_prefill(9)) > 50
+
+
+def test_ports_come_in_the_order_of_descriptors():
+    with socket.socket() as one, socket.socket() as other:
+        for link in (other, one):
+            link.bind(("127.0.0.1", 0))
+            link.listen()
+        wanted = [link.getsockname()[1] for link in (one, other)]
+        assert [port for port in strangers.listening(os.getsid(0)) if port in wanted] == wanted
 
 
 def record(verdict, status=200, error=""):

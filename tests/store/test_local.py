@@ -359,7 +359,7 @@ def test_clients_are_served_after_the_server_ran_out_of_something(
     server, lines = owner._server, list[str]()
     assert server is not None
     logger = logging.getLogger(f"vllm.{service.__name__}")
-    monkeypatch.setattr(logger, "warning", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(logger, "log", lambda _, text, *values, **__: lines.append(text % values))
     start, left = threading.Thread.start, [times]
 
     def failing_start(self: threading.Thread) -> None:

@@ -10,7 +10,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "vllm_kvoffload"
 
 LAYERS = (
-    {"log", "policies"},
+    {"foreign_text", "policies"},
+    {"hostnames", "log"},
     {"settings", "runtime"},
     {"geometry", "memory", "ops", "transfer"},
     {"trace", "store"},

@@ -188,7 +188,7 @@ def _announce(service: Endpoint, store: Endpoint, metrics: str, stop: threading.
         try:
             for endpoint in (service, store):
                 socket.create_connection((endpoint.host, endpoint.port), timeout=1.0).close()
-        except Exception:  # whatever it is, it is not ready
+        except Exception:  # of any kind: it is not ready
             continue
         typer.echo(f"MetaService ready at {service.url}, config store {store.url}, metrics {metrics}")
         return
@@ -200,7 +200,7 @@ def _require_free(key: str, endpoint: Endpoint) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((endpoint.host, endpoint.port))
-        except (OSError, UnicodeError, ValueError) as error:  # a name may be none at all
+        except (OSError, UnicodeError, ValueError) as error:  # ValueError: not a host name
             why = getattr(error, "strerror", None) or error
             rule = f"{endpoint.url} can't be listened at on this machine: {why}"
             fix = "end what listens there, choose another port, or run this on the machine of that address"

@@ -113,7 +113,7 @@ def _add_tls(made: argparse.ArgumentParser) -> None:
     clients = made.add_argument_group("TLS to clients", "and to decode engines that post; flags as vLLM's")
     clients.add_argument("--ssl-keyfile", help="PEM file of the private key (default: in --ssl-certfile)")
     clients.add_argument("--ssl-certfile", help="PEM file of the certificate and its chain; turns TLS on")
-    clients.add_argument("--ssl-ca-certs", help="PEM file of whose certificates clients may show")
+    clients.add_argument("--ssl-ca-certs", help="PEM file of the authorities of clients' certificates")
     clients.add_argument(
         "--ssl-cert-reqs",
         type=int,
@@ -124,8 +124,10 @@ def _add_tls(made: argparse.ArgumentParser) -> None:
     engines.add_argument(
         "--engine-scheme", choices=("http", "https"), default="http", help="(default: %(default)s)"
     )
-    engines.add_argument("--engine-ca-certs", help="PEM file of whom to trust (default: as the system does)")
-    engines.add_argument("--engine-certfile", help="PEM file of the proxy's own certificate, if engines ask")
+    engines.add_argument("--engine-ca-certs", help="PEM file of trusted authorities (default: the system's)")
+    engines.add_argument(
+        "--engine-certfile", help="PEM file of the proxy's own certificate, for engines that require one"
+    )
     engines.add_argument("--engine-keyfile", help="PEM file of its key")
 
 

@@ -233,7 +233,7 @@ _FIXES |= dict.fromkeys(
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """What the system refuses, in one line that says what to do. Raises SegmentFileError."""
+    """Turns an OSError into a SegmentFileError: one line that says what to do."""
     try:
         yield
     except OSError as error:

@@ -1,68 +1,27 @@
-"""Hosts that requests may name: how they are written, and which of them an engine talks to. Pure."""
+"""Allow-lists of the hosts that an engine connects to when a request names them. Pure."""
 
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvoffload.log import shown
+from vllm_kvoffload.foreign_text import shown
+from vllm_kvoffload.hostnames import HostError, canonical_host, ip_address
 from vllm_kvoffload.settings.errors import ConfigError
 
 LOOPBACK = ("localhost", "127.0.0.0/8", "::1")
 
-MAX_NAME = 253
-"""Characters of the longest host name there is."""
-
-_LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
-_NUMBER = re.compile(r"\d+|0[xX][0-9A-Fa-f]*")
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-
-
-class HostError(ValueError):
-    """No host, or none that may be talked to."""
-
-
-def canonical_host(text: object) -> str:
-    """A host name in lower case, or an address without brackets; raises HostError.
-
-    Wildcards, interface names behind "%", and what only the C library takes for an address ("127.1",
-    "0x7f000001") are no hosts: all who look at the result must see the same host.
-    """
-    if not isinstance(text, str) or not 0 < len(text) <= MAX_NAME or not text.isascii():
-        raise HostError(f"{shown(text)} is no host")
-    inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    address = _address(inner)
-    if address is None:
-        labels = text.removesuffix(".").split(".")
-        if not all(_LABEL.fullmatch(label) for label in labels) or _NUMBER.fullmatch(labels[-1]):
-            raise HostError(f"{shown(text)} is no host")
-        return ".".join(labels).lower()
-    if (inner != text and address.version == 4) or address.is_unspecified or address.is_multicast:
-        raise HostError(f"{shown(text)} is no address of a host")
-    return str(address)
-
-
-def _address(text: str) -> Address | None:
-    if "%" in text:
-        return None
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return None
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return mapped or address
 
 
 @dataclass(frozen=True)
 class HostList:
-    """Hosts that may be talked to. key: the option that says so, for messages.
+    """Hosts that an engine may connect to. key: the option that lists them, for messages.
 
-    names: of hosts and single addresses, canonical. networks: any address in them, but no name of one.
+    names: canonical host names and single addresses. networks: their addresses are allowed, but not names
+    that resolve to them.
     """
 
     key: str
@@ -72,7 +31,7 @@ class HostList:
 
     @classmethod
     def parse(cls, key: str, value: Any) -> HostList:
-        """Of an option: names, addresses and networks, or ["*"]. Raises ConfigError."""
+        """From an option: names, addresses and networks, or ["*"]. Raises ConfigError."""
         if not isinstance(value, (list, tuple)) or not value:
             rule = "must be a list of host names, addresses or networks"
             fix = (
@@ -93,8 +52,8 @@ class HostList:
         return cls(key, frozenset(names), tuple(networks))
 
     @classmethod
-    def told(cls, key: str, hosts: Iterable[object]) -> HostList:
-        """The default: this machine, and the engine's own configuration; what is no host is left out."""
+    def default(cls, key: str, hosts: Iterable[object]) -> HostList:
+        """The default: this machine and the given hosts; entries that are not hosts are skipped."""
         names: set[str] = set()
         networks: list[Network] = []
         for entry in (*LOOPBACK, *hosts):
@@ -105,11 +64,11 @@ class HostList:
         return cls(key, frozenset(names), tuple(networks))
 
     def check(self, host: object) -> str:
-        """The canonical host; raises HostError for none, and for one that is not listed."""
+        """The canonical host. Raises HostError: not a host, or not a listed one."""
         name = canonical_host(host)
         if self.everything or name in self.names:
             return name
-        address = _address(name)
+        address = ip_address(name)
         if address is not None and any(address in network for network in self.networks):
             return name
         raise HostError(f"host {name} is not in {self.key}: set that option of this engine if it may be used")

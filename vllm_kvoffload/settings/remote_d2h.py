@@ -59,7 +59,7 @@ class Limits:
 class RemoteD2HConfig:
     """Options of one engine.
 
-    metaserver_hosts: that decode may post to. decode_hosts: that prefill may hand requests over to.
+    metaserver_hosts: hosts that decode may post to. decode_hosts: hosts that prefill may connect to.
     control_key: 64 hex characters that both sides share; None leaves control messages readable.
     """
 
@@ -78,13 +78,13 @@ def parse_remote_d2h(
     kv_port: int,
     extra: Mapping[str, Any],
     device: str,
-    told: Iterable[object] = (),
+    configured: Iterable[object] = (),
 ) -> RemoteD2HConfig:
     """Reads the options out of vLLM's kv-transfer config.
 
     Args:
         device: "cpu" or "npu", which decides the transfer engine.
-        told: hosts that the rest of the engine's configuration names, which may be talked to by default.
+        configured: hosts named elsewhere in the engine's configuration: the default of both host lists.
 
     Raises:
         ConfigError: naming the key.
@@ -103,8 +103,8 @@ def parse_remote_d2h(
             lease_s=_seconds(extra, "lease_s", defaults.lease_s),
             request_s=_seconds(extra, "request_s", defaults.request_s),
         ),
-        metaserver_hosts=_hosts(extra, "metaserver_hosts", told),
-        decode_hosts=_hosts(extra, "decode_hosts", told),
+        metaserver_hosts=_hosts(extra, "metaserver_hosts", configured),
+        decode_hosts=_hosts(extra, "decode_hosts", configured),
         control_key=read_control_key(extra.get("control_key_file")),
     )
 
@@ -137,9 +137,9 @@ def _seconds(extra: Mapping[str, Any], key: str, default: float) -> float:
     return check_number(f"{EXTRA}.{key}", extra.get(key, default), rule, low=0.5, high=86400, fix=fix)
 
 
-def _hosts(extra: Mapping[str, Any], key: str, told: Iterable[object]) -> HostList:
+def _hosts(extra: Mapping[str, Any], key: str, configured: Iterable[object]) -> HostList:
     if key not in extra:
-        return HostList.told(f"{EXTRA}.{key}", told)
+        return HostList.default(f"{EXTRA}.{key}", configured)
     return HostList.parse(f"{EXTRA}.{key}", extra[key])
 
 
@@ -148,7 +148,7 @@ _MAKE_KEY = "make one with `kvoffload control-key FILE`, and give both sides a c
 
 
 def read_control_key(path: object) -> str | None:
-    """The key in a file that its owner alone may read; None without a path. Raises ConfigError."""
+    """The key from a file that only its owner may read; None without a path. Raises ConfigError."""
     key = f"{EXTRA}.control_key_file"
     if path is None:
         return None

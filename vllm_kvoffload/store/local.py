@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from vllm_kvoffload.log import QuietLog
 from vllm_kvoffload.store.base import (
     CopySpans,
     Direction,
@@ -21,7 +22,6 @@ from vllm_kvoffload.store.base import (
     WriteRefusal,
 )
 from vllm_kvoffload.store.opened import OpenObjects
-from vllm_kvoffload.store.quiet_log import QuietLog
 from vllm_kvoffload.store.remote import DirectIndex, IndexClient, RemoteIndex
 from vllm_kvoffload.store.service import IndexServer, IndexService
 from vllm_kvoffload.store.spans import DeviceCopies, LocalMemory, copy_checked
@@ -74,7 +74,7 @@ class LocalStore:
         self._instance = instance
         self._timeout_s = timeout_s
         self._maps = maps
-        self._log = QuietLog(__name__)
+        self._log = QuietLog(__name__, subject="store")
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)
         self._copying = 0

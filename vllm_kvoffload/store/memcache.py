@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.log import QuietLog, get_logger
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.store.base import (
     CopySpans,
@@ -32,7 +32,6 @@ from vllm_kvoffload.store.base import (
 from vllm_kvoffload.store.memcache_conf import LOCAL_VARIABLE, Endpoint, LocalConf, read_local
 from vllm_kvoffload.store.opened import OpenObjects
 from vllm_kvoffload.store.patience import PROBE_S, PatientCalls, ServiceWatch, probe
-from vllm_kvoffload.store.quiet_log import QuietLog
 from vllm_kvoffload.store.spans import by_device
 from vllm_kvoffload.transfer.base import Region
 from vllm_kvoffload.transfer.spans import RegionTable
@@ -117,7 +116,7 @@ class MemcacheStore:
         self._copies = copies
         self._timeout_s = timeout_s
         self._write_lease_s = write_lease_s
-        self._log = QuietLog(__name__)
+        self._log = QuietLog(__name__, subject="store")
         self._lock = threading.Lock()
         self._reads, self._writes = OpenObjects(), OpenObjects()
         self._regions: list[Region] = []
@@ -518,7 +517,7 @@ def _require_service(what: str, endpoint: Endpoint) -> None:
     # The library's own start would wait for minutes.
     try:
         probe(endpoint.host, endpoint.port, PROBE_S)
-    except (OSError, UnicodeError, ValueError) as error:  # a name may be none at all
+    except (OSError, UnicodeError, ValueError) as error:  # ValueError: not a host name
         raise StoreUnavailableError(
             f"memcache: no {what} at {endpoint.url}: {error}; start it first: kvoffload meta"
         ) from error

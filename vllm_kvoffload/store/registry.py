@@ -46,7 +46,7 @@ def make_store(
             return LocalStore(instance, local_bytes, devices=devices)
         except SegmentError as error:
             wrong = isinstance(error, SegmentFileError)
-            fix = "as it says" if wrong else "make it smaller, or free memory"
+            fix = "do as the message says" if wrong else "make it smaller, or free memory"
             raise ConfigError("local_dram_size_GB", local_bytes / GIB, str(error), fix) from error
     if backend == "memcache":
         from vllm_kvoffload.store.memcache import MemcacheStore

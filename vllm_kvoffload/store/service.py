@@ -20,11 +20,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.log import QuietLog, get_logger
 from vllm_kvoffload.memory.segment import SharedSegment, start_ticks
 from vllm_kvoffload.store.base import StoreError, WriteRefusal
 from vllm_kvoffload.store.index import Grant, IndexStats, ObjectIndex
-from vllm_kvoffload.store.quiet_log import QuietLog
 from vllm_kvoffload.store.wire import (
     PROTOCOL_VERSION,
     CloseRead,
@@ -205,7 +204,7 @@ class IndexServer:
                 "id and data parallel rank; give each its own, or end the other one"
             ) from error
         self._listener.listen(64)
-        self._log = QuietLog(__name__)
+        self._log = QuietLog(__name__, subject="store")
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._stopping = threading.Event()
@@ -226,7 +225,7 @@ class IndexServer:
         self._listener.close()
 
     def _accept(self) -> None:
-        """No error ends this loop (no descriptor or thread left, say): the other processes need the index."""
+        """No error (such as too many open files) ends this loop: the other processes need the index."""
         pause_s = PAUSE_S
         while not self._stopping.is_set():
             try:

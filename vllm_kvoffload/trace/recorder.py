@@ -97,7 +97,7 @@ class TraceRecorder:
             return
         try:
             self._take(group, topk, query_start_loc, seq_lens, request_ids)
-        except Exception as error:  # no memory, say: a trace is not worth an engine
+        except Exception as error:  # such as no memory: a trace must not end the engine
             with self._lock:
                 self._dropped += 1
                 if not self._failed:

@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 
 def interface_of(host: str) -> str | None:
-    """Name of the interface that has an address of this machine; None for an address that none has."""
+    """Name of the interface that has an address; None if no interface of this machine has it."""
     import psutil  # type: ignore[import-untyped]  # vLLM brings it
 
     try:
@@ -41,7 +41,7 @@ def interface_of(host: str) -> str | None:
 
 
 def ucx_devices(host: str, root: Path = Path("/")) -> str | None:
-    """Value of UCX_NET_DEVICES for an engine at `host`; None for one that no interface has.
+    """Value of UCX_NET_DEVICES for an engine at `host`; None if no interface has its address.
 
     RDMA devices stay in use, all of them: their endpoints are no TCP ports, and they may be on a network of
     their own.

@@ -39,8 +39,8 @@ MAX_BLOB_BYTES = 64 << 20
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True, tag="nixl"):
-    """digest: of the rest. NIXL's parser of `blob` trusts what it reads: a byte that differs may end the
-    process, so nothing that was damaged on its way may come so far."""
+    """digest: of the other fields. NIXL's parser trusts `blob`, and one wrong byte may end the process:
+    damaged metadata must be refused before it is parsed."""
 
     agent: Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
     blob: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_BLOB_BYTES)]

@@ -56,7 +56,7 @@ def block_spans(
 ) -> Spans:  # fmt: skip
     """Spans of whole blocks: `local` and `remote` are block numbers, int64 [N], strides are in bytes.
 
-    Raises ValueError: an address would be none of an int64.
+    Raises ValueError: an address does not fit an int64.
     """
     for blocks, base, stride in ((local, local_base, local_stride), (remote, remote_base, remote_stride)):
         if not len(blocks):

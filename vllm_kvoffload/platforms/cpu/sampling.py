@@ -3,8 +3,8 @@
 - vLLM samples for every request of a step, even for one whose prompt isn't complete, and discards that token.
   So that it costs no random numbers, vLLM then winds the request's generator back by an offset: a CPU
   generator has none, and one request with a seed and a long prompt ends the engine.
-- With drafts, a step without any goes through the rejection sampler, whose top-k ends the engine for want of
-  a row to take it from.
+- With drafts, a step that has none still goes through the rejection sampler, whose top-k ends the engine
+  because there is no row to take it from.
 - With drafts, the values of each request (temperature, top-k, top-p) are written for its drafts into a copy
   of another type, which is dropped: drafts are judged by uninitialised memory, or end the engine.
 """

@@ -1,0 +1,53 @@
+"""Log lines that repeat, or that quote what came from outside."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from vllm_kvoffload.foreign_text import is_line, printable, shown
+from vllm_kvoffload.log import KINDS_KEPT, QuietLog
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    logger = logging.getLogger("vllm.quiet-test")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(logger, "handlers", [handler])
+    return lines
+
+
+def test_a_kind_is_logged_once_a_period(said: list[str]) -> None:
+    now = 0.0
+    quiet = QuietLog("quiet-test", lambda: now, subject="store", period_s=10.0)
+    for number in range(5):
+        quiet.warning("lookup", f"no {number}")
+    quiet.warning("close", "other kinds have their own turn")
+    now = 10.0
+    quiet.warning("lookup", "no 5")
+    assert said == [
+        "store lookup: no 0",
+        "store close: other kinds have their own turn",
+        "store lookup: no 5 (4 more since the last message)",
+    ]
+
+
+def test_strangers_can_not_make_kinds_without_end(said: list[str]) -> None:
+    quiet = QuietLog("quiet-test", lambda: 0.0)
+    for number in range(3 * KINDS_KEPT):
+        quiet.error(f"kind {number}", "text")
+    assert len(said) == KINDS_KEPT + 1
+
+
+def test_foreign_text_is_one_short_line() -> None:
+    assert printable("a\r\nb\x1b\u2028\ud800") == "a\\x0d\\x0ab\\x1b\\x2028\\xd800"
+    assert printable("c" * 900, 500) == "c" * 497 + "..."
+    assert len(printable("\n" * 500)) == 512
+    assert is_line(printable("\x7f\x85"))
+    assert shown("a\n" * 100) == ascii("a\n" * 40) + "... (200 characters)"
+    assert [shown(value) for value in (None, 1.5, 1 << 200, {}, [], b"")] == [
+        "None", "1.5", "an integer of 201 bits", "an object", "a list", "a bytes",
+    ]  # fmt: skip
