@@ -356,8 +356,12 @@ class Producer(Generic[Endpoint]):
         return None if number is None else self._transfers[number]
 
     def _at(self, endpoint: Endpoint, number: int) -> Transfer[Endpoint] | None:
+        """A transfer to the decode rank at an endpoint, also one that was opened under another name of it."""
         transfer = self._transfers.get(number)
-        return transfer if transfer is not None and transfer.endpoint == endpoint else None
+        if transfer is None or transfer.endpoint == endpoint:
+            return transfer
+        peers = [self._link(one).peer for one in (endpoint, transfer.endpoint)]
+        return transfer if peers[0] and peers[0] == peers[1] else None
 
     def _close(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,7 +15,15 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
 from vllm_kvoffload.connectors.sfa_remote_d2h.connection_gate import ConnectionGate
 from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Consumer
 from vllm_kvoffload.connectors.sfa_remote_d2h.curve import ControlKey, Gatekeeper
-from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import TICK_S, Idle, IOThread, receive, send, tcp
+from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import (
+    TICK_S,
+    Idle,
+    IOThread,
+    is_connection_of,
+    receive,
+    send,
+    tcp,
+)
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import DecodeMetadata
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure, Receive
@@ -50,6 +59,9 @@ MESSAGES_A_ROUND = 256
 
 QUEUE_LENGTH = 64
 """Messages that libzmq keeps of a connection, and for one. What is beyond waits on prefill, or is lost."""
+
+MAX_ROUTES = 4096
+"""Sessions whose connection is remembered."""
 
 HANDSHAKE_MS = 5000
 KEEPALIVE_S = 60
@@ -92,6 +104,9 @@ class DecodeWorker(IOThread):
         self._session = uuid.uuid4().hex
         self.consumer = Consumer(self._session, facts, len(layout.layers), tp_size, tp_rank, limits)
         self.frames_refused = 0
+        # By session: the name of the connection over which it spoke last. It may have several: an engine is
+        # known by more than one name and address.
+        self._routes: OrderedDict[str, bytes] = OrderedDict()
         self._idle = Idle()
         self._reads = Reads(engine, layout)
         self._gatekeeper: Gatekeeper | None = None
@@ -249,17 +264,20 @@ class DecodeWorker(IOThread):
         except WireError as error:
             self._refuse(identity, descriptor, "frame", str(error))
             return
-        if identity != message.session.encode():
+        if not is_connection_of(identity, message.session):
             self._refuse(identity, descriptor, "session", f"a {type(message).__name__} of another session")
             return
         if not isinstance(message, (Hello, Declined)) and session != message.session:
             if self.consumer.ready:  # a connection must introduce itself, also if the session is known
                 send(self._router, [identity, encode(NeedHello(self._session, message.session))])
             return
+        if not isinstance(message, (Hello, Declined)):
+            self._answer_over(message.session, identity)
+        elif self.consumer.proved(message.secret):
+            self._gate.introduced(descriptor, message.session)
+            self._answer_over(message.session, identity)
         with self.lock:
             reason = self.consumer.receive(now, message)
-        if isinstance(message, (Hello, Declined)) and self.consumer.proved(message.secret):
-            self._gate.introduced(descriptor, message.session)
         if reason:
             self._refuse(identity, -1, "hello", reason)
         self._carry_out()
@@ -308,8 +326,14 @@ class DecodeWorker(IOThread):
             if not hellos:
                 return
 
+    def _answer_over(self, session: str, identity: bytes) -> None:
+        self._routes[session] = identity
+        self._routes.move_to_end(session)
+        if len(self._routes) > MAX_ROUTES:
+            self._routes.popitem(last=False)
+
     def _send(self, session: str, message: ToPrefill) -> None:
-        send(self._router, [session.encode(), encode(message)])
+        send(self._router, [self._routes.get(session, session.encode()), encode(message)])
 
     def _poll_reads(self) -> bool:
         """Whether any order got on."""

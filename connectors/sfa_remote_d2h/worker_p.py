@@ -12,7 +12,15 @@ import zmq
 from vllm_kvoffload.connectors.sfa_remote_d2h.config import Limits
 from vllm_kvoffload.connectors.sfa_remote_d2h.curve import ControlKey
 from vllm_kvoffload.connectors.sfa_remote_d2h.facts import digest_of
-from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import TICK_S, Idle, IOThread, receive, send, tcp
+from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import (
+    TICK_S,
+    Idle,
+    IOThread,
+    connection_name,
+    receive,
+    send,
+    tcp,
+)
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import PrefillMetadata, PrefillStep, Target
 from vllm_kvoffload.connectors.sfa_remote_d2h.ports import MAX_PORT, TPMismatchError, is_host, tp_ratio
@@ -342,7 +350,7 @@ class PrefillWorker(IOThread):
         ):
             socket.setsockopt(option, value)
         # The same name after a reconnect, so that decode's answers find this rank again.
-        socket.setsockopt(zmq.IDENTITY, self.producer.hello.session.encode())
+        socket.setsockopt(zmq.IDENTITY, connection_name(self.producer.hello.session))
         if self._key is not None:
             self._key.connect(socket)
         socket.connect(tcp(*endpoint))

@@ -8,7 +8,7 @@ import time
 import msgspec
 import pytest
 import zmq
-from pd_bench import HOST, Bench, metadata
+from pd_bench import HOST, LIMITS, Bench, metadata
 
 from vllm_kvoffload.config import ConfigError
 from vllm_kvoffload.connectors.sfa_remote_d2h import connection_gate, wire, worker_p
@@ -251,6 +251,19 @@ def test_a_bad_host_costs_its_own_transfers(bench, host, caplog):
     assert len(lines) == 1
     assert lines[0].isprintable()
     assert bench.prefill.errors == 0
+
+
+def test_another_name_of_decode_costs_its_other_requests_nothing(bench):
+    """Both connections had one ZeroMQ identity: the second took the first one's messages, for good."""
+    for number, host in enumerate([HOST, "localhost", HOST, HOST, "localhost", HOST]):
+        receives(bench, f"r{number}-{host}")
+    bench.expect("early", [3, 4])  # one transfer under each name at a time
+    bench.compute("early", [[2]], 2, whole=False)
+    receives(bench, "other name")
+    bench.compute("alias", [[5]], 1, host="localhost", whole=False)
+    time.sleep(2 * LIMITS.lease_s)
+    assert {"early"} <= bench.prefill.producer.open_requests
+    assert bench.decode.consumer.live == {"early": "reading"}
 
 
 def test_many_endpoints_are_bounded(bench, monkeypatch):
