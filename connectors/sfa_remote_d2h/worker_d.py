@@ -247,7 +247,11 @@ class DecodeWorker(IOThread):
     def _take(self, now: float, frames: list[zmq.Frame]) -> None:
         """A message, with where it came from."""
         self._gate.watch(now)
-        descriptor = int(frames[-1].get(zmq.SRCFD))
+        try:
+            descriptor = int(frames[-1].get(zmq.SRCFD))
+        except zmq.ZMQError:  # what isn't ZMTP 3 libzmq takes for an old version, and names no connection
+            self._refuse(frames[0].bytes, -1, "protocol", "its connection speaks no ZMTP 3")
+            return
         if len(frames) != 2:
             self._refuse(frames[0].bytes, descriptor, "parts", f"a message of {len(frames)} parts")
             return

@@ -310,6 +310,16 @@ def test_strangers_connections_end(bench, monkeypatch):
     context.destroy(linger=0)
 
 
+def test_what_speaks_no_zmtp_3_is_refused(bench):
+    """An HTTP request, say: libzmq takes it for ZMTP 1, whose messages name no connection. Each was an error
+    with a traceback."""
+    with socket.create_connection((HOST, bench.port)) as stranger:
+        stranger.sendall(b"\x01\x00" + 3 * b"\x05\x00abcd")
+        until(lambda: bench.decode.frames_refused)
+    assert bench.decode.errors == 0
+    receives(bench)
+
+
 def test_a_message_without_an_end_is_ended(bench, monkeypatch):
     """libzmq keeps the parts of a message until the last: none is seen here before."""
     monkeypatch.setattr(connection_gate, "STRANGER_BYTES", 1 << 20)
