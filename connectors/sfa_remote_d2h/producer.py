@@ -10,7 +10,7 @@ which was finished stays so for a while, in case the answer got lost.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -342,12 +342,26 @@ class Producer(Generic[Endpoint]):
 
     def forget_idle(self, now: float, after_s: float) -> list[Endpoint]:
         """Forgets endpoints that no transfer needs and that said nothing for so long; returns them."""
-        needed = {transfer.endpoint for transfer in self._transfers.values()}
-        links = self._links.items()
-        idle = [end for end, link in links if end not in needed and now - link.used_at >= after_s]
+        idle = [endpoint for endpoint, link in self._idle() if now - link.used_at >= after_s]
         for endpoint in idle:
             del self._links[endpoint]
         return idle
+
+    def forget_one(self, now: float, among: Container[Endpoint], after_s: float) -> Endpoint | None:
+        """Forgets one such endpoint: the oldest of those that never answered, else of the others, if old enough.
+        What was last said to a decode rank is still on its way: its connection must last a while."""
+        idle = [(bool(link.peer), link.used_at, end) for end, link in self._idle() if end in among]
+        found = [item for item in idle if not item[0] or now - item[1] >= after_s]
+        if not found:
+            return None
+        endpoint = min(found, key=lambda item: item[:2])[2]
+        del self._links[endpoint]
+        return endpoint
+
+    def _idle(self) -> list[tuple[Endpoint, Link]]:
+        """Endpoints without a transfer."""
+        needed = {transfer.endpoint for transfer in self._transfers.values()}
+        return [(endpoint, link) for endpoint, link in self._links.items() if endpoint not in needed]
 
     # ------------------------------------------------------------------------------------------------ parts
 

@@ -62,6 +62,9 @@ QUEUE_LENGTH = 256
 MAX_ENDPOINTS = 512
 """Decode ranks that connections are kept to. Those without transfers make room for new ones."""
 
+SETTLED_S = 2.0
+"""Silence after which a decode rank may lose its connection to others: what was last said has arrived."""
+
 MAX_RECONNECT_MS = 1000
 HANDSHAKE_MS = 5000
 KEEPALIVE_S = 60
@@ -360,8 +363,8 @@ class PrefillWorker(IOThread):
         if len(self._sockets) < MAX_ENDPOINTS:
             return
         with self.lock:
-            idle = self.producer.forget_idle(time.monotonic(), 0.0)
-        for endpoint in idle:
+            endpoint = self.producer.forget_one(time.monotonic(), self._sockets, SETTLED_S)
+        if endpoint is not None:
             self._close_socket(endpoint)
         if len(self._sockets) >= MAX_ENDPOINTS:
             raise EndpointError(f"there are connections to {MAX_ENDPOINTS} others, all in use")

@@ -275,9 +275,23 @@ def test_many_endpoints_are_bounded(bench, monkeypatch):
     time.sleep(0.3)
     assert len(bench.prefill._sockets) <= 8
     assert len(bench.prefill.producer.links) <= 48
-    bench.wait_metrics("prefill", **{"transfers_closed.unreachable": 32})
+    bench.wait_metrics("prefill", **{"transfers_closed.unreachable": 33})  # decode's own is in use
     until(lambda: not bench.prefill.producer.open_requests)
     receives(bench, "later")
+    assert len(bench.prefill._sockets) <= 8
+
+
+def test_many_declines_close_no_connection_in_use(bench, monkeypatch):
+    """Room was made by closing all idle connections, with answers that had only just been queued."""
+    monkeypatch.setattr(worker_p, "MAX_ENDPOINTS", 8)
+    receives(bench)
+    connection = bench.prefill._sockets[HOST, bench.port]
+    target = metadata.Target(HOST, 9, 64, "")
+    for number in range(3):
+        decline = metadata.Decline(f"d{number}", target, bytes(16), "no")
+        bench.prefill.begin_step(metadata.PrefillMetadata(declined=[decline]))
+        receives(bench, f"r{number}")
+    assert bench.prefill._sockets[HOST, bench.port] is connection
     assert len(bench.prefill._sockets) <= 8
 
 
