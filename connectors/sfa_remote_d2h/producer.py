@@ -293,7 +293,8 @@ class Producer(Generic[Endpoint]):
 
     def _beat(self, now: float, endpoint: Endpoint, message: Beat) -> None:
         alive = []
-        for number, chunks, layers in message.entries:
+        entries = {number: (chunks, layers) for number, chunks, layers in message.entries}
+        for number, (chunks, layers) in entries.items():  # a transfer is told once, however often it is named
             transfer = self._at(endpoint, number)
             if transfer is None:
                 if number not in self._finished:
