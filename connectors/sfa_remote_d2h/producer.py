@@ -349,8 +349,8 @@ class Producer(Generic[Endpoint]):
         return idle
 
     def forget_one(self, now: float, among: Container[Endpoint], after_s: float) -> Endpoint | None:
-        """Forgets one such endpoint: the oldest of those that never answered, else of the others, if old enough.
-        What was last said to a decode rank is still on its way: its connection must last a while."""
+        """Forgets one such endpoint: the oldest of those that never answered, or else one that was silent for
+        so long: what was last said to a decode rank must have arrived."""
         idle = [(bool(link.peer), link.used_at, end) for end, link in self._idle() if end in among]
         found = [item for item in idle if not item[0] or now - item[1] >= after_s]
         if not found:
