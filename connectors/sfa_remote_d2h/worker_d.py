@@ -60,6 +60,12 @@ MESSAGES_A_ROUND = 256
 QUEUE_LENGTH = 64
 """Messages that libzmq keeps of a connection, and for one. What is beyond waits on prefill, or is lost."""
 
+MAX_STUCK = 256
+"""Connections that were shut down and that libzmq does not close: it holds those back of which it has stopped
+to read, as it does where strangers take each other's name."""
+
+REBIND_S = 1.0
+
 MAX_ROUTES = 4096
 """Sessions whose connection is remembered."""
 
@@ -110,10 +116,13 @@ class DecodeWorker(IOThread):
         self._idle = Idle()
         self._reads = Reads(engine, layout)
         self._gatekeeper: Gatekeeper | None = None
-        self._keyed = control_key is not None
-        self._router = self._bind(host, port, control_key)
-        self._gate = ConnectionGate(self._router, port)
-        self._poller.register(self._gate.monitor, zmq.POLLIN)
+        self._key = None if control_key is None else ControlKey(control_key)
+        if self._key is not None:
+            self._gatekeeper = Gatekeeper(self._context, self._key)
+            self._poller.register(self._gatekeeper.socket, zmq.POLLIN)
+        self._address = (host, port)
+        self._router = self._bind(host, port)
+        self._gate = self._watched()
         engine.register(layout.regions)
 
     @property
@@ -121,7 +130,32 @@ class DecodeWorker(IOThread):
         """From prefill, since the start."""
         return self._reads.bytes_read
 
-    def _bind(self, host: str, port: int, control_key: str | None) -> zmq.Socket[bytes]:
+    def _watched(self) -> ConnectionGate:
+        gate = ConnectionGate(self._router, self._address[1])
+        self._poller.register(gate.monitor, zmq.POLLIN)
+        return gate
+
+    def _listen_anew(self) -> None:
+        """Only the end of its socket ends the connections that libzmq holds back. Prefill connects and
+        introduces itself again. Raises ConfigError: the port is not free yet."""
+        if not self._router.closed:
+            for item in (self._router, self._gate.monitor):
+                self._poller.unregister(item)
+            self._gate.close()
+            self._router.close(linger=0)
+            self._routes.clear()
+        end = time.monotonic() + REBIND_S
+        while self._router.closed:
+            try:
+                self._router = self._bind(*self._address)
+            except ConfigError:  # libzmq closes in the background
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(BUSY_S)
+        before, self._gate = self._gate, self._watched()
+        self._gate.closed, self._gate.failed = before.closed, before.failed
+
+    def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.ROUTER_HANDOVER, 1),
@@ -133,11 +167,8 @@ class DecodeWorker(IOThread):
             (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S),
         ):
             router.setsockopt(option, value)
-        if control_key is not None:
-            key = ControlKey(control_key)
-            key.serve(router)
-            self._gatekeeper = Gatekeeper(self._context, key)
-            self._poller.register(self._gatekeeper.socket, zmq.POLLIN)
+        if self._key is not None:
+            self._key.serve(router)
         try:
             router.bind(tcp(host, port))
         except zmq.ZMQError as error:
@@ -206,6 +237,10 @@ class DecodeWorker(IOThread):
         return BUSY_S if self._reads else TICK_S
 
     def _round(self, ready: set[zmq.Socket[bytes]], now: float) -> None:
+        if self._router.closed or self._gate.stuck >= MAX_STUCK:
+            text = f"{MAX_STUCK} connections of strangers would not end: the control port is opened anew"
+            self.quiet.warning("stuck", text)
+            self._listen_anew()
         if self._gatekeeper is not None:
             self.attempt("a check of keys", self._gatekeeper.answer)
         if self._router in ready:
@@ -238,7 +273,11 @@ class DecodeWorker(IOThread):
         self._gate.watch(now)
         self._gate.tick(now)
         if self._gate.failed > failed:
-            key = "another control_key_file, or none" if self._keyed else "a control_key_file, or no ZeroMQ"
+            key = (
+                "another control_key_file, or none"
+                if self._key is not None
+                else "a control_key_file, or no ZeroMQ"
+            )
             self.quiet.warning("handshake", f"a connection to the control port failed: its sender has {key}")
         if self._gate.closed > closed:
             text = "a connection to the control port was closed: no Hello with the secret of this start came"

@@ -11,7 +11,7 @@ import zmq
 from pd_bench import HOST, LIMITS, Bench, metadata
 
 from vllm_kvoffload.config import ConfigError
-from vllm_kvoffload.connectors.sfa_remote_d2h import connection_gate, wire, worker_p
+from vllm_kvoffload.connectors.sfa_remote_d2h import connection_gate, wire, worker_d, worker_p
 from vllm_kvoffload.connectors.sfa_remote_d2h.curve import ControlKey
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure
 from vllm_kvoffload.transfer import TransferError
@@ -332,6 +332,31 @@ def test_what_speaks_no_zmtp_3_is_refused(bench):
         until(lambda: bench.decode.frames_refused)
     assert bench.decode.errors == 0
     receives(bench)
+
+
+def test_strangers_of_one_name_hold_no_descriptors(bench, monkeypatch):
+    """libzmq never closes a connection whose name another took while messages of it were waiting."""
+    monkeypatch.setattr(worker_d, "MAX_STUCK", 20)
+    monkeypatch.setattr(connection_gate, "STRANGER_S", 0.5)
+    receives(bench)
+    idle = [socket.create_connection((HOST, bench.port)) for _ in range(30)]
+    until(lambda: bench.decode._gate.closed >= 30 and not bench.decode._gate.stuck)  # these libzmq closes
+    before = bench.decode._router
+    context = zmq.Context()
+    strangers = [context.socket(zmq.DEALER) for _ in range(40)]
+    for stranger in strangers:
+        stranger.setsockopt(zmq.IDENTITY, b"same")
+        stranger.setsockopt(zmq.SNDHWM, 0)
+        stranger.connect(f"tcp://{HOST}:{bench.port}")
+        for _ in range(2000):
+            stranger.send(b"same")
+    until(lambda: bench.decode._router is not before, 30)
+    context.destroy(linger=0)
+    receives(bench, "later")
+    until(lambda: bench.decode._gate.stuck < 20)
+    assert bench.decode.errors == 0
+    for connection in idle:
+        connection.close()
 
 
 def test_a_message_without_an_end_is_ended(bench, monkeypatch):
