@@ -136,14 +136,13 @@ class DecodeWorker(IOThread):
         return gate
 
     def _listen_anew(self) -> None:
-        """Only the end of its socket ends the connections that libzmq holds back. Prefill connects and
-        introduces itself again. Raises ConfigError: the port is not free yet."""
+        """Only the end of its socket ends the connections that libzmq holds back. Prefill connects
+        again, under the same names. Raises ConfigError: the port is not free yet."""
         if not self._router.closed:
             for item in (self._router, self._gate.monitor):
                 self._poller.unregister(item)
             self._gate.close()
             self._router.close(linger=0)
-            self._routes.clear()
         end = time.monotonic() + REBIND_S
         while self._router.closed:
             try:

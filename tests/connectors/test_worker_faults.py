@@ -359,6 +359,20 @@ def test_strangers_of_one_name_hold_no_descriptors(bench, monkeypatch):
         connection.close()
 
 
+def test_a_control_port_that_is_opened_anew_costs_no_transfer(bench, monkeypatch):
+    bench.expect("r", [3, 4])
+    bench.compute("r", [[0]], 2, whole=False)
+    until(lambda: bench.decode.consumer.live == {"r": "reading"})
+    before = bench.decode._router
+    monkeypatch.setattr(worker_d, "MAX_STUCK", 0)
+    until(lambda: bench.decode._router is not before)
+    monkeypatch.setattr(worker_d, "MAX_STUCK", 256)
+    time.sleep(3 * LIMITS.lease_s)
+    assert bench.decode.consumer.live == {"r": "reading"}
+    assert bench.prefill.producer.open_requests == {"r"}
+    assert not bench.decode.consumer.counts.retries
+
+
 def test_a_message_without_an_end_is_ended(bench, monkeypatch):
     """libzmq keeps the parts of a message until the last: none is seen here before."""
     monkeypatch.setattr(connection_gate, "STRANGER_BYTES", 1 << 20)
