@@ -102,12 +102,19 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.touched = True
+        if self._complete:
+            self._abort()  # nothing asked for this; the next request must not take it for its answer
+            return
         before = self._size
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._end(f"{self.address} sent no HTTP: {error}")
-            return
+            if not self._complete:
+                self._end(f"{self.address} sent no HTTP: {error}")
+                return
+            self._keep = False  # the answer stands, whatever follows it
+        if self._started and self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)  # it answers early: it may not read the rest of the request
         if self._size != before:
             self._bare = 0
         elif not self._complete:
@@ -142,6 +149,10 @@ class Connection(asyncio.Protocol):
         return not self._complete
 
     # httptools' parser
+
+    def on_message_begin(self) -> None:
+        if self._complete:
+            raise ValueError("a second answer")
 
     def on_status(self, _status: bytes) -> None:
         pass
@@ -210,7 +221,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
 
     async def flushed(self) -> None:
-        """Waits until the engine took most of the request, or the exchange failed."""
+        """Waits until the engine took most of the request, began to answer, or the exchange failed."""
         if self._drained is not None and self._error is None:
             await self._drained
 
@@ -284,7 +295,8 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Ends the exchange: an engine that is still answering sees its client go."""
         self.taker = None
-        self._client.give_back(self, reusable=self._complete and self._keep and not self._parts)
+        whole = self._complete and self._keep and not self._parts and self._drained is None
+        self._client.give_back(self, reusable=whole)
 
     def abort(self) -> None:
         """Closes the connection at once."""
