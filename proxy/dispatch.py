@@ -15,7 +15,7 @@ from vllm_kvoffload.proxy.balance import LAYOUT_SECONDS, Instance, Load, fits, m
 from vllm_kvoffload.proxy.budget import Window
 from vllm_kvoffload.proxy.calls import Child
 from vllm_kvoffload.proxy.core import Core, Trace, logger
-from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, ReceiveError, UpstreamError
+from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, ReceiveError, UpstreamError, is_error
 from vllm_kvoffload.proxy.http_client import Connection
 from vllm_kvoffload.proxy.jsontext import decode_json
 from vllm_kvoffload.proxy.rendezvous import (
@@ -124,11 +124,9 @@ class Dispatch:
         await connection.start()
         if connection.status in UNAVAILABLE:
             load.instance.health.failed(time.monotonic())
-        if connection.status >= 400:
+        if connection.status != 200:
             answer = await connection.read_all(core.settings.max_answer_bytes)
-            kind = connection.header(b"content-type", b"application/json")
-            retry_after = connection.header(b"retry-after") or None
-            raise await self.cause(HttpFailure(connection.status, answer, kind, retry_after))
+            raise await self.cause(_answered_with(connection, answer))
         connection.expect_output(deadlines.first_output if self.route.stream else deadlines.idle)
 
     async def _decoder(self) -> Load:
@@ -303,11 +301,10 @@ class Dispatch:
         )
         try:
             answer = await connection.read_all(core.settings.max_answer_bytes)
-            kind = connection.header(b"content-type", b"application/json")
-            if connection.status >= 400:
+            if connection.status != 200:
                 if connection.status in UNAVAILABLE:
                     load.instance.health.failed(time.monotonic())
-                raise HttpFailure(connection.status, answer, kind, connection.header(b"retry-after") or None)
+                raise _answered_with(connection, answer)
         finally:
             connection.close()
         load.instance.health.succeeded()
@@ -316,6 +313,15 @@ class Dispatch:
             return decode_json(answer)
         except msgspec.DecodeError as error:
             raise HttpFailure.of(502, f"prefill answered something else than JSON: {error}") from error
+
+
+def _answered_with(connection: Connection, answer: bytes) -> HttpFailure:
+    """What the client gets for an answer that isn't 200: an error is the engine's own."""
+    if not is_error(connection.status):
+        message = f"{connection.address} answered with status {connection.status}"
+        return HttpFailure.of(502, message, kind="UpstreamError")
+    kind = connection.header(b"content-type", b"application/json")
+    return HttpFailure(connection.status, answer, kind, connection.header(b"retry-after") or None)
 
 
 def _failed(instance: Instance, error: UpstreamError) -> None:

@@ -14,7 +14,14 @@ from vllm_kvoffload.proxy import sse
 from vllm_kvoffload.proxy.calls import Child, child_of
 from vllm_kvoffload.proxy.core import logger
 from vllm_kvoffload.proxy.dispatch import Dispatch, Route
-from vllm_kvoffload.proxy.errors import HttpFailure, NoFitError, NoInstanceError, ReceiveError, UpstreamError
+from vllm_kvoffload.proxy.errors import (
+    HttpFailure,
+    NoFitError,
+    NoInstanceError,
+    ReceiveError,
+    UpstreamError,
+    is_error,
+)
 from vllm_kvoffload.proxy.jsontext import decode_json
 from vllm_kvoffload.proxy.recompute import (
     MARK,
@@ -213,7 +220,7 @@ class Generation:
         error = event["error"]
         code = error.get("code") if isinstance(error, dict) else None
         return HttpFailure(
-            code if isinstance(code, int) and 400 <= code < 600 else 500, msgspec.json.encode(event)
+            code if isinstance(code, int) and is_error(code) else 500, msgspec.json.encode(event)
         )
 
     def _split_at_recomputed(self, data: bytes) -> tuple[bytes, dict[str, Any], bytes] | None:
