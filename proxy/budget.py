@@ -52,7 +52,8 @@ class Window:
                 if turn.done() and not turn.cancelled():
                     self._give(size)
                 else:
-                    self._queue.remove((size, turn))
+                    with contextlib.suppress(ValueError):  # passed over already, when another one ended
+                        self._queue.remove((size, turn))
                     self._next()
                 raise
         else:

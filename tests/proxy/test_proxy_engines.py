@@ -506,6 +506,16 @@ def test_budget_and_window() -> None:
         assert order == ["a", "c", "d"]
         async with window.hold(10):
             pass
+        # All at once, as when a client goes away: each ends by its cancellation and nothing else.
+        work = [asyncio.create_task(one("e", 8)) for _ in range(4)]
+        await asyncio.sleep(0)
+        for task in work:
+            task.cancel()
+        assert {type(e) for e in await asyncio.gather(*work, return_exceptions=True)} == {
+            asyncio.CancelledError
+        }
+        async with window.hold(10):
+            pass
 
     run(scenario())
 
