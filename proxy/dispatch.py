@@ -64,15 +64,19 @@ class Route:
 
 
 class Dispatch:
-    """Made, opened once, read through ``connection`` and closed. A prefill failure fails the connection."""
+    """Made, opened once, read through ``connection`` and closed. A prefill failure fails the connection.
 
-    def __init__(self, route: Route, child: Child) -> None:
+    ``fresh``: on a new connection, whose end is always the engine's doing.
+    """
+
+    def __init__(self, route: Route, child: Child, *, fresh: bool = False) -> None:
         self.route = route
         self.child = child
         self.parent = new_parent()
         self.request_id = external_id(route.kind, self.parent)
         self.cached_tokens: int | None = None
         self.finished = False  # decode answered all of it
+        self._fresh = fresh
         self._core = route.core
         self._connection: Connection | None = None
         self._load: Load | None = None
@@ -115,6 +119,7 @@ class Dispatch:
                 headers=[*self.route.headers, ("x-request-id", self.parent)],
                 first=first,
                 idle=deadlines.idle,
+                fresh=self._fresh,
             )
         self._connection = connection
         if self.route.children > 1:
@@ -173,7 +178,8 @@ class Dispatch:
     def blame(self, error: UpstreamError) -> bool:
         """Decode's transport failed: the next dispatch goes elsewhere.
 
-        Returns True where it was only an idle connection that closed in the moment it was used.
+        Not where it may have been only an idle connection that closed in the moment it was used. Returns True
+        where the request can't have been what made the engine fail.
         """
         if self._load is None or error is self._failure:
             return False  # prefill's failure, which has been blamed on prefill
@@ -187,7 +193,7 @@ class Dispatch:
         connection = self._connection
         fresh = connection is None or not connection.reused or connection.status != 0
         if not fresh and not error.deadline and not error.down and not self.prefilled:
-            return True
+            return False
         self.route.avoid.add(self._load.instance.address)
         _failed(self._load.instance, error)
         return False

@@ -86,7 +86,7 @@ class Generation:
         """Until decode accepted the request. Raises ``HttpFailure``."""
         while True:
             self.close()
-            self._dispatch = Dispatch(self._route, self._child)
+            self._dispatch = Dispatch(self._route, self._child, fresh=self._last_error is not None)
             self._buffer = sse.EventBuffer()
             self._delivered = False
             self._opening = []

@@ -102,14 +102,21 @@ def test_decode_lost_before_output_is_retried_elsewhere(stream: bool, behaviour:
     run(scenario())
 
 
-def test_a_request_that_kills_engines_is_not_passed_around() -> None:
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("behaviour", [reset, breaks_before_output])
+def test_a_request_that_kills_engines_is_not_passed_around(behaviour: Any, warm: bool) -> None:
+    """Also on connections that were used before, which might have closed by themselves."""
+
     async def scenario() -> None:
         async with world(decoders=4) as w:
+            if warm:
+                await asyncio.gather(*(w.complete(max_tokens=1) for _ in range(8)))
+            before = sum(len(engine.exchanges) for engine in w.decoders)
             for engine in w.decoders:
-                engine.usual = breaks_before_output
+                engine.usual = behaviour
             answer = await w.complete(stream=True)
             assert answer.status_code == 502
-            assert sum(len(engine.exchanges) for engine in w.decoders) == 2
+            assert sum(len(engine.exchanges) for engine in w.decoders) == before + 2
 
     run(scenario())
 
