@@ -65,6 +65,7 @@ class Connection(asyncio.Protocol):
         self._complete = False
         self._keep = False
         self._paused = False
+        self._behind = False  # reading was paused at the last tick: what comes may have been sent long ago
         self._error: Exception | None = None
         self._parts: list[bytes] = []
         self._size = 0
@@ -228,14 +229,20 @@ class Connection(asyncio.Protocol):
     def tick(self, now: float) -> None:
         """The client's clock: moves the deadline on after activity, fails the exchange past it."""
         if self.touched and self._started:
+            self._heard(now)
             self.touched = False
-            self._client.heard[self.address] = now
             self.deadline = now + self._idle_timeout
         elif self._paused:
             self.deadline = now + self._idle_timeout  # it is the reader who keeps the engine waiting
         elif now > self.deadline and not self._complete:
             self.fail(UpstreamError(f"{self.address} gave no answer in time", sent=True, deadline=True))
             self._abort()
+        self._behind = self._paused
+
+    def _heard(self, now: float) -> None:
+        """The engine is at work, if bytes came since the last tick that can't have waited for their reader."""
+        if self.touched and self._started and not self._behind and not self._paused:
+            self._client.heard[self.address] = now
 
     def expect_output(self, seconds: float) -> None:
         """Allows ``seconds`` until the next part: a stream's first event comes long after its headers."""
@@ -295,6 +302,7 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Ends the exchange: an engine that is still answering sees its client go."""
         self.taker = None
+        self._heard(self._loop.time())  # a short answer is over before any tick sees it
         whole = self._complete and self._keep and not self._parts and self._drained is None
         self._client.give_back(self, reusable=whole)
 

@@ -552,3 +552,59 @@ def test_a_client_waits_for_no_engine_that_went_away() -> None:
         server.close()
 
     run(scenario())
+
+
+# engines at work
+
+
+def test_short_answers_show_that_an_engine_is_at_work() -> None:
+    """A prefill engine's answers begin and end within one tick; its /health is slow all the while."""
+
+    async def scenario() -> None:
+        async with world(**PROBED) as w:
+            respond = Exchange.respond
+
+            async def slowly(exchange: Exchange, status: int, value: object) -> None:
+                if exchange.method == "GET" and exchange.engine is w.p:
+                    await asyncio.sleep(5)
+                await respond(exchange, status, value)
+
+            prefill = w.app.core.prefillers.instances[w.p.address]
+            await until(lambda: not prefill.health.failed_probes)
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(Exchange, "respond", slowly)
+                end = time.monotonic() + 3
+                while time.monotonic() < end:
+                    assert (await w.complete(max_tokens=1)).status_code == 200
+                    await asyncio.sleep(0.05)
+                assert not prefill.health.down
+
+    run(scenario())
+
+
+def test_what_waited_for_a_slow_reader_does_not_show_it() -> None:
+    """What is read now was sent before the engine froze."""
+
+    async def sends(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 99999999\r\n\r\n" + b"x" * (4 << 20))
+        await asyncio.sleep(60)
+
+    async def scenario() -> None:
+        server = await asyncio.start_server(sends, "127.0.0.1", 0)
+        address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
+        client = Client(1.0, tick=0.05)
+        client.open()
+        connection = await client.request(address, "GET", "/", first=30, idle=30)
+        await connection.start()
+        await asyncio.sleep(0.3)  # by now it is frozen, and what it sent waits in the sockets
+        began = asyncio.get_running_loop().time()
+        for _ in range(4):
+            assert await connection.read()
+            await asyncio.sleep(0.1)
+        assert not client.heard_since(address, began)
+        connection.close()
+        client.close()
+        server.close()
+
+    run(scenario())
