@@ -207,8 +207,10 @@ class Dispatch:
     def close(self) -> None:
         """Gives back everything, cancels what is still running. Later calls change nothing."""
         self._core.meetings.forget(self.request_id)
-        if self._connection is not None:
-            self._connection.close()
+        # Another request may have the connection next: it must not be closed or failed from here again.
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
         if self._load is not None:
             self._load.release()
         if self._prefill is not None and not self.finished:

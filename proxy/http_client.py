@@ -240,7 +240,7 @@ class Connection(asyncio.Protocol):
         self._behind = self._paused
 
     def _heard(self, now: float) -> None:
-        """The engine is at work, if bytes came since the last tick that can't have waited for their reader."""
+        """The engine is at work if bytes came since the last tick that did not wait for their reader."""
         if self.touched and self._started and not self._behind and not self._paused:
             self._client.heard[self.address] = now
 
