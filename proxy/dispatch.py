@@ -18,7 +18,9 @@ from vllm_kvoffload.proxy.core import Core, Trace, logger
 from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, ReceiveError, UpstreamError, is_error
 from vllm_kvoffload.proxy.http_client import Connection
 from vllm_kvoffload.proxy.jsontext import decode_json
+from vllm_kvoffload.proxy.log_limit import one_line
 from vllm_kvoffload.proxy.rendezvous import (
+    REASON_LIMIT,
     Kind,
     Message,
     Notice,
@@ -77,6 +79,7 @@ class Dispatch:
         self.cached_tokens: int | None = None
         self.finished = False  # decode answered all of it
         self._fresh = fresh
+        self._secrets = [route.core.settings.metaserver_token.encode()]
         self._core = route.core
         self._connection: Connection | None = None
         self._load: Load | None = None
@@ -131,7 +134,7 @@ class Dispatch:
             load.instance.health.failed(time.monotonic())
         if connection.status != 200:
             answer = await connection.read_all(core.settings.max_answer_bytes)
-            raise await self.cause(_answered_with(connection, answer))
+            raise await self.cause(_answered_with(connection, self.hidden(answer)))
         connection.expect_output(deadlines.first_output if self.route.stream else deadlines.idle)
 
     async def _decoder(self) -> Load:
@@ -169,6 +172,13 @@ class Dispatch:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._told.wait(), NOTICE_SECONDS)
         return self._failure or self._notice or failure
+
+    def hidden(self, text: bytes) -> bytes:
+        """An engine's error without the secrets that were in its request, which some vLLM versions quote."""
+        for secret in self._secrets:
+            if secret:
+                text = text.replace(secret, b"...")
+        return text
 
     @property
     def prefilled(self) -> bool:
@@ -224,6 +234,7 @@ class Dispatch:
     def _on_message(self, message: Message) -> Outcome:
         now = time.monotonic()
         self._core.metrics.rendezvous.observe(now - self._began)
+        self._secrets.append(str(message.get("remote_secret") or "").encode(errors="replace"))
         layout = digest_of(message.get("remote_layout"))
         if layout and self._load is not None:
             self._load.instance.learn_layout(layout, now + LAYOUT_SECONDS)
@@ -239,12 +250,13 @@ class Dispatch:
 
     def _on_notice(self, notice: Notice) -> None:
         failure = notice.failure if notice.failure in FAILURES else "other"
+        error = one_line(self.hidden(notice.error.encode(errors="replace")).decode(), REASON_LIMIT)
         self._core.metrics.receive_failures.labels(failure).inc()
         where = self._prefiller.address if self._prefiller is not None else "prefill"
-        logger.warning("proxy: decode didn't get %s from %s: %s", self.request_id, where, notice.error)
+        logger.warning("proxy: decode didn't get %s from %s: %s", self.request_id, where, error)
         if failure == "mismatch" and self._prefiller is not None and self._load is not None:
             mismatched(self._prefiller, self._load.instance, notice.prefill_layout, time.monotonic())
-        self._notice = ReceiveError(f"decode did not get the prompt's KV: {notice.error}", failure)
+        self._notice = ReceiveError(f"decode did not get the prompt's KV: {error}", failure)
         self._told.set()
 
     async def _run_prefill(self, message: Message) -> None:
@@ -312,7 +324,7 @@ class Dispatch:
             if connection.status != 200:
                 if connection.status in UNAVAILABLE:
                     load.instance.health.failed(time.monotonic())
-                raise _answered_with(connection, answer)
+                raise _answered_with(connection, self.hidden(answer))
         finally:
             connection.close()
         load.instance.health.succeeded()

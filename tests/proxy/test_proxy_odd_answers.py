@@ -99,3 +99,66 @@ def test_models_of_an_odd_engine(status: int, monkeypatch: pytest.MonkeyPatch) -
             assert (await w.client.get("/v1/models")).status_code == 502
 
     run(scenario())
+
+
+SECRET = "5ec2e7" * 8
+
+
+@pytest.mark.parametrize(
+    ("role", "stream"),
+    [
+        *((role, stream) for role in ("decode", "prefill", "notice") for stream in (False, True)),
+        ("event", True),
+    ],
+)
+def test_secrets_of_a_request_do_not_come_back(
+    role: str, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's validation quotes the whole body in its answer, in some versions."""
+
+    async def quotes(exchange: Exchange) -> None:
+        error = {"error": {"message": f"1 validation error: {exchange.body}\nINJECTED", "code": 400}}
+        if role == "decode":
+            await exchange.respond(400, error)
+        elif role == "event":
+            await exchange.start_stream()
+            await exchange.event(error)
+            await exchange.end_stream(0)
+        elif role == "notice" and exchange.engine is exchange.engine.world.d:
+            await exchange.post(remote_secret=SECRET)
+            await exchange.notice("aborted", f"{exchange.body} {SECRET}\nINJECTED")
+            await exchange.respond(500, {"error": {"message": "Internal server error"}})
+        elif exchange.engine is exchange.engine.world.d:
+            await exchange.rendezvous(remote_secret=SECRET)
+        else:
+            await exchange.respond(400, error)
+
+    async def scenario() -> None:
+        async with world() as w:
+            w.d.usual = quotes
+            if role == "prefill":
+                w.p.usual = quotes
+            for prompt in ("a b c", ["a", "b"]):
+                got = await w.complete(stream=stream, prompt=prompt)
+                assert got.status_code >= 400
+                for text in (got.text, caplog.text):
+                    assert w.settings.metaserver_token not in text
+                    assert SECRET not in text
+            assert "\nINJECTED" not in caplog.text
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "written", ['"kv_transfer_params":{', '"kv_transfer_params": {', '"kv_transfer_params" :\n[']
+)
+def test_the_engines_own_parameters_are_left_out(written: str) -> None:
+    end = "}" if written.endswith("{") else "]"
+    body = f'{{"id": "x", "choices": [], {written} {end}}}'.encode()
+
+    async def scenario() -> None:
+        async with world() as w:
+            w.d.usual = writes(OK.replace(b"7", b"%d" % len(body), 1) + body)
+            assert (await w.complete()).json() == {"id": "x", "choices": []}
+
+    run(scenario())
