@@ -83,6 +83,20 @@ class Door:
         )
 
 
+class _LastAnswer:
+    """The transport as uvicorn sees it for a connection's last answer: it ends when the request was read."""
+
+    def __init__(self, connection: Edge, transport: Any) -> None:
+        self._connection = connection
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def close(self) -> None:
+        self._connection.last_answered()
+
+
 class Edge(HttpToolsProtocol):
     """One connection. Bind it to a port's door with :func:`edge`."""
 
@@ -360,7 +374,7 @@ class Edge(HttpToolsProtocol):
             if name == b"content-length":
                 length = int(value)
             elif name == b"transfer-encoding":
-                coding = value.strip().lower()
+                coding = value.strip().lower() if coding is None else coding + b"," + value
         if coding is None:
             self._left, self._phase = length, LENGTH
         else:
@@ -371,6 +385,8 @@ class Edge(HttpToolsProtocol):
         self.headers = []  # for trailers, which are no fields of the request
         if self._reserved:
             self.cycle.keep_alive = False
+        if not self.cycle.keep_alive:
+            self.cycle.transport = _LastAnswer(self, self.transport)
 
     def _begin_chunked(self, coding: bytes) -> None:
         if self._old or coding != b"chunked":
@@ -408,8 +424,6 @@ class Edge(HttpToolsProtocol):
         """Answers and ends the connection. Where an answer has begun, the connection ends with it."""
         self.door.refused(self.client[0] if self.client else "-", refusal)
         self._phase = OVER
-        self._buffer.clear()
-        self.door.waiting.pop(self, None)
         if self.transport.is_closing():
             return
         cycle = self.cycle
@@ -420,11 +434,25 @@ class Edge(HttpToolsProtocol):
             cycle.disconnected = True  # what its application says is not sent any more
             cycle.message_event.set()
         self.transport.write(self._refusal_bytes(refusal))
+        self._linger()
+
+    def last_answered(self) -> None:
+        """The answer after which the connection ends is written."""
+        if self._phase is LENGTH or self._phase is CHUNKED:
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        """Ends the connection of a client that may still be sending: a reset would take its answer away."""
+        self._phase = OVER
+        self._buffer.clear()
+        self.door.waiting.pop(self, None)
         if self.transport.can_write_eof():
             self.transport.write_eof()
             self._arm(LINGER, self.transport.abort)
         else:
-            self._close()
+            self._arm(LINGER, self._close)
 
     def _refusal_bytes(self, refusal: Refusal) -> bytes:
         body = error_body(refusal.status, one_line(str(refusal)))
