@@ -12,7 +12,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -386,7 +386,7 @@ class Edge(HttpToolsProtocol):
         if self._reserved:
             self.cycle.keep_alive = False
         if not self.cycle.keep_alive:
-            self.cycle.transport = _LastAnswer(self, self.transport)
+            self.cycle.transport = cast(asyncio.Transport, _LastAnswer(self, self.transport))
 
     def _begin_chunked(self, coding: bytes) -> None:
         if self._old or coding != b"chunked":
