@@ -211,8 +211,11 @@ class Dispatch:
     def succeeded(self) -> None:
         """Decode answered all of it; a prefill that is still on its way back may end by itself."""
         self.finished = True
-        if self._load is not None:
-            self._load.instance.health.succeeded()
+        if self._load is None:
+            return
+        self._load.instance.health.succeeded()
+        if self._prefiller is not None and self._failure is None and self._notice is None:
+            self._prefiller.proven.add(self._load.instance.address)
 
     def close(self) -> None:
         """Gives back everything, cancels what is still running. Later calls change nothing."""

@@ -608,3 +608,29 @@ def test_what_waited_for_a_slow_reader_does_not_show_it() -> None:
         server.close()
 
     run(scenario())
+
+
+def test_one_decode_engine_can_not_part_the_others_from_their_prefill() -> None:
+    """It says of every prefill engine that its layout is another one, each time."""
+
+    async def lies(exchange: Exchange) -> None:
+        await exchange.post(remote_layout="bb")
+        await exchange.notice("mismatch", "?", prefill_layout=f"{len(exchange.engine.exchanges):04x}")
+        await exchange.respond(500, {"error": {"message": "Internal server error", "code": 500}})
+
+    async def tells(exchange: Exchange) -> None:
+        await exchange.rendezvous(remote_layout="aa")
+        await decode_after(exchange)
+
+    async def scenario() -> None:
+        async with world(prefillers=2, decoders=2) as w:
+            good, bad = w.decoders
+            good.usual = bad.usual = tells
+            for _ in range(8):
+                assert (await w.complete(max_tokens=2)).status_code == 200
+            bad.usual = lies
+            for _ in range(8):
+                assert (await w.complete(max_tokens=2)).status_code == 200
+            assert (await w.client.get("/health")).status_code == 200
+
+    run(scenario())
