@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from proxy_world import FAST, Exchange, World, decode, events, text_of, words, world
 
 from vllm_kvoffload.proxy import fanout, sse
+from vllm_kvoffload.proxy.asgi import Guard
 from vllm_kvoffload.proxy.budget import ByteBudget, Window
 from vllm_kvoffload.proxy.calls import Child, child_of
 from vllm_kvoffload.proxy.errors import UpstreamError
@@ -634,3 +636,25 @@ def test_one_decode_engine_can_not_part_the_others_from_their_prefill() -> None:
             assert (await w.client.get("/health")).status_code == 200
 
     run(scenario())
+
+
+def test_a_client_that_is_gone_ends_its_request_though_a_cancellation_was_lost() -> None:
+    """asyncio.wait_for swallows one that comes in the moment its own work is done (before Python 3.12)."""
+
+    async def gone() -> dict[str, Any]:
+        await asyncio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None: ...
+
+    async def scenario() -> None:
+        async with Guard(gone, send, 60) as guard:
+            asyncio.get_running_loop().call_later(0.2, guard.tick, 0.0)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(5)
+            raise AssertionError("it goes on")
+        assert guard.reason == "client gone"
+        await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(scenario(), 3))
