@@ -37,7 +37,7 @@ from vllm_kvoffload.proxy.balance import fits
 from vllm_kvoffload.proxy.calls import Call, parse_call
 from vllm_kvoffload.proxy.core import Core, Trace, logger
 from vllm_kvoffload.proxy.dispatch import Route
-from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, UpstreamError
+from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, UpstreamError, is_error
 from vllm_kvoffload.proxy.generation import Generation
 from vllm_kvoffload.proxy.health import Prober
 from vllm_kvoffload.proxy.jsontext import decode_json, json_bytes
@@ -192,6 +192,10 @@ class ProxyApp:
             except UpstreamError as error:
                 instance.health.failed(now, unreachable=not error.sent)
                 failure = HttpFailure.of(502, str(error), kind="UpstreamError")
+                continue
+            if status != 200 and not is_error(status):
+                message = f"{instance.address} answered with status {status}"
+                failure = HttpFailure.of(502, message, kind="UpstreamError")
                 continue
             await respond(send, status, body, kind)
             return

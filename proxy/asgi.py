@@ -190,6 +190,7 @@ class Guard:
         self._stall = stall_seconds
         self._seen = -1
         self._stalled_at = float("inf")
+        self._cancels = 0
 
     async def __aenter__(self) -> Guard:
         task = asyncio.current_task()
@@ -212,7 +213,7 @@ class Guard:
             self._cycle.gone = None
         if kind is None or not issubclass(kind, asyncio.CancelledError) or self.reason is None:
             return False
-        if hasattr(self._task, "uncancel"):
+        for _ in range(self._cancels if hasattr(self._task, "uncancel") else 0):
             self._task.uncancel()
         return True
 
@@ -226,7 +227,9 @@ class Guard:
 
     def tick(self, now: float) -> None:
         """Looks whether the client reads; ``now`` in seconds."""
-        if not self.sending or self.sent_bytes != self._seen:
+        if self.reason is not None:
+            self._cancel()  # the first was lost: asyncio.wait_for does that in the moment its work is done
+        elif not self.sending or self.sent_bytes != self._seen:
             self._seen = self.sent_bytes
             self._stalled_at = now + self._stall
         elif now > self._stalled_at:
@@ -239,4 +242,8 @@ class Guard:
     def _end(self, reason: str) -> None:
         if self.reason is None and not self.finished:
             self.reason = reason
-            self._task.cancel()
+            self._cancel()
+
+    def _cancel(self) -> None:
+        self._cancels += 1
+        self._task.cancel()

@@ -88,6 +88,7 @@ class Instance:
         self._layout = ""
         self._layout_until = float("-inf")
         self.unfit: dict[Address, float] = {}  # decode engines, for a prefill engine; until when
+        self.proven: set[Address] = set()  # decode engines that got KV of a prefill engine
 
     @property
     def fits_all(self) -> bool:
@@ -124,18 +125,22 @@ class Instance:
         self._prefixes.clear()
         self._layout_until = float("-inf")
         self.unfit.clear()
+        self.proven.clear()
 
 
 def fits(prefill: Instance, decode: Instance, now: float) -> bool:
     """Whether the two may work together: as far as is known, with the same model and KV layout."""
     if prefill.unfit.get(decode.address, float("-inf")) > now:
         return False
+    if decode.address in prefill.proven:
+        return True  # whatever another decode engine said of this prefill engine
     one, other = prefill.layout(now), decode.layout(now)
     return not one or not other or one == other
 
 
 def mismatched(prefill: Instance, decode: Instance, layout: str, now: float) -> None:
     """A transfer between the two was refused. ``layout``: the prefill engine's digest, where it is known."""
+    prefill.proven.discard(decode.address)
     if layout:
         prefill.learn_layout(layout, now + LAYOUT_SECONDS)
     if fits(prefill, decode, now):

@@ -11,14 +11,16 @@ from typing import Any
 
 import msgspec
 
+from vllm_kvoffload.foreign_text import printable
 from vllm_kvoffload.proxy.balance import LAYOUT_SECONDS, Instance, Load, fits, mismatched
 from vllm_kvoffload.proxy.budget import Window
 from vllm_kvoffload.proxy.calls import Child
 from vllm_kvoffload.proxy.core import Core, Trace, logger
-from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, ReceiveError, UpstreamError
+from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, ReceiveError, UpstreamError, is_error
 from vllm_kvoffload.proxy.http_client import Connection
 from vllm_kvoffload.proxy.jsontext import decode_json
 from vllm_kvoffload.proxy.rendezvous import (
+    REASON_LIMIT,
     Kind,
     Message,
     Notice,
@@ -65,15 +67,20 @@ class Route:
 
 
 class Dispatch:
-    """Made, opened once, read through ``connection`` and closed. A prefill failure fails the connection."""
+    """Made, opened once, read through ``connection`` and closed. A prefill failure fails the connection.
 
-    def __init__(self, route: Route, child: Child) -> None:
+    ``fresh``: on a new connection, whose end is always the engine's doing.
+    """
+
+    def __init__(self, route: Route, child: Child, *, fresh: bool = False) -> None:
         self.route = route
         self.child = child
         self.parent = new_parent()
         self.request_id = external_id(route.kind, self.parent)
         self.cached_tokens: int | None = None
         self.finished = False  # decode answered all of it
+        self._fresh = fresh
+        self._secrets = [route.core.settings.metaserver_token.encode()]
         self._core = route.core
         self._connection: Connection | None = None
         self._load: Load | None = None
@@ -117,6 +124,7 @@ class Dispatch:
                 headers=[*self.route.headers, ("x-request-id", self.parent)],
                 first=first,
                 idle=deadlines.idle,
+                fresh=self._fresh,
             )
         self._connection = connection
         if self.route.children > 1:
@@ -126,11 +134,9 @@ class Dispatch:
         await connection.start()
         if connection.status in UNAVAILABLE:
             load.instance.health.failed(time.monotonic())
-        if connection.status >= 400:
+        if connection.status != 200:
             answer = await connection.read_all(core.settings.max_answer_bytes)
-            kind = connection.header(b"content-type", b"application/json")
-            retry_after = connection.header(b"retry-after") or None
-            raise await self.cause(HttpFailure(connection.status, answer, kind, retry_after))
+            raise await self.cause(_answered_with(connection, self.hidden(answer)))
         connection.expect_output(deadlines.first_output if self.route.stream else deadlines.idle)
 
     async def _decoder(self) -> Load:
@@ -171,6 +177,13 @@ class Dispatch:
                 await asyncio.wait_for(self._told.wait(), NOTICE_SECONDS)
         return self._failure or self._notice or failure
 
+    def hidden(self, text: bytes) -> bytes:
+        """An engine's error without the secrets that were in its request, which some vLLM versions quote."""
+        for secret in self._secrets:
+            if secret:
+                text = text.replace(secret, b"...")
+        return text
+
     @property
     def prefilled(self) -> bool:
         """Whether decode asked for a prefill."""
@@ -179,7 +192,8 @@ class Dispatch:
     def blame(self, error: UpstreamError) -> bool:
         """Decode's transport failed: the next dispatch goes elsewhere.
 
-        Returns True where it was only an idle connection that closed in the moment it was used.
+        Not where it may have been only an idle connection that closed in the moment it was used. Returns True
+        where the request can't have been what made the engine fail.
         """
         if self._load is None or error is self._failure:
             return False  # prefill's failure, which has been blamed on prefill
@@ -193,7 +207,7 @@ class Dispatch:
         connection = self._connection
         fresh = connection is None or not connection.reused or connection.status != 0
         if not fresh and not error.deadline and not error.down and not self.prefilled:
-            return True
+            return False
         self.route.avoid.add(self._load.instance.address)
         _failed(self._load.instance, error)
         return False
@@ -201,14 +215,19 @@ class Dispatch:
     def succeeded(self) -> None:
         """Decode answered all of it; a prefill that is still on its way back may end by itself."""
         self.finished = True
-        if self._load is not None:
-            self._load.instance.health.succeeded()
+        if self._load is None:
+            return
+        self._load.instance.health.succeeded()
+        if self._prefiller is not None and self._failure is None and self._notice is None:
+            self._prefiller.proven.add(self._load.instance.address)
 
     def close(self) -> None:
         """Gives back everything, cancels what is still running. Later calls change nothing."""
         self._core.meetings.forget(self.request_id)
-        if self._connection is not None:
-            self._connection.close()
+        # Another request may have the connection next: it must not be closed or failed from here again.
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
         if self._load is not None:
             self._load.release()
         if self._prefill is not None and not self.finished:
@@ -222,6 +241,7 @@ class Dispatch:
     def _on_message(self, message: Message) -> Outcome:
         now = time.monotonic()
         self._core.metrics.rendezvous.observe(now - self._began)
+        self._secrets.append(str(message.get("remote_secret") or "").encode(errors="replace"))
         layout = digest_of(message.get("remote_layout"))
         if layout and self._load is not None:
             self._load.instance.learn_layout(layout, now + LAYOUT_SECONDS)
@@ -237,12 +257,13 @@ class Dispatch:
 
     def _on_notice(self, notice: Notice) -> None:
         failure = notice.failure if notice.failure in FAILURES else "other"
+        error = printable(self.hidden(notice.error.encode(errors="replace")).decode(), REASON_LIMIT)
         self._core.metrics.receive_failures.labels(failure).inc()
         where = self._prefiller.address if self._prefiller is not None else "prefill"
-        logger.warning("proxy: decode didn't get %s from %s: %s", self.request_id, where, notice.error)
+        logger.warning("proxy: decode didn't get %s from %s: %s", self.request_id, where, error)
         if failure == "mismatch" and self._prefiller is not None and self._load is not None:
             mismatched(self._prefiller, self._load.instance, notice.prefill_layout, time.monotonic())
-        self._notice = ReceiveError(f"decode did not get the prompt's KV: {notice.error}", failure)
+        self._notice = ReceiveError(f"decode did not get the prompt's KV: {error}", failure)
         self._tell()
 
     def _tell(self) -> None:
@@ -322,11 +343,10 @@ class Dispatch:
         )
         try:
             answer = await connection.read_all(core.settings.max_answer_bytes)
-            kind = connection.header(b"content-type", b"application/json")
-            if connection.status >= 400:
+            if connection.status != 200:
                 if connection.status in UNAVAILABLE:
                     load.instance.health.failed(time.monotonic())
-                raise HttpFailure(connection.status, answer, kind, connection.header(b"retry-after") or None)
+                raise _answered_with(connection, self.hidden(answer))
         finally:
             connection.close()
         load.instance.health.succeeded()
@@ -335,6 +355,15 @@ class Dispatch:
             return decode_json(answer)
         except msgspec.DecodeError as error:
             raise HttpFailure.of(502, f"prefill answered something else than JSON: {error}") from error
+
+
+def _answered_with(connection: Connection, answer: bytes) -> HttpFailure:
+    """What the client gets for an answer that isn't 200: an error is the engine's own."""
+    if not is_error(connection.status):
+        message = f"{connection.address} answered with status {connection.status}"
+        return HttpFailure.of(502, message, kind="UpstreamError")
+    kind = connection.header(b"content-type", b"application/json")
+    return HttpFailure(connection.status, answer, kind, connection.header(b"retry-after") or None)
 
 
 def _failed(instance: Instance, error: UpstreamError) -> None:

@@ -83,6 +83,20 @@ class Door:
         self._log.warning("full", text)
 
 
+class _LastAnswer:
+    """The transport as uvicorn sees it for a connection's last answer: it ends when the request was read."""
+
+    def __init__(self, connection: Edge, transport: Any) -> None:
+        self._connection = connection
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def close(self) -> None:
+        self._connection.last_answered()
+
+
 class Edge(HttpToolsProtocol):
     """One connection. Bind it to a port's door with :func:`edge`."""
 
@@ -361,7 +375,7 @@ class Edge(HttpToolsProtocol):
             if name == b"content-length":
                 length = int(value)
             elif name == b"transfer-encoding":
-                coding = value.strip().lower()
+                coding = value.strip().lower() if coding is None else coding + b"," + value
         if coding is None:
             self._left, self._phase = length, LENGTH
         else:
@@ -372,9 +386,10 @@ class Edge(HttpToolsProtocol):
         self.headers = []  # for trailers, which are no fields of the request
         cycle: Any = self.cycle
         cycle.gone = None  # what `Guard` wants called when the client goes away
-        cork(cycle, self.transport)
         if self._reserved:
             cycle.keep_alive = False
+        transport: Any = self.transport if cycle.keep_alive else _LastAnswer(self, self.transport)
+        cork(cycle, transport)
 
     def _begin_chunked(self, coding: bytes) -> None:
         if self._old or coding != b"chunked":
@@ -417,8 +432,6 @@ class Edge(HttpToolsProtocol):
         """Answers and ends the connection. Where an answer has begun, the connection ends with it."""
         self.door.refused(self.client[0] if self.client else "-", refusal)
         self._phase = OVER
-        self._buffer.clear()
-        self.door.waiting.pop(self, None)
         if self.transport.is_closing():
             return
         cycle = self.cycle
@@ -430,11 +443,25 @@ class Edge(HttpToolsProtocol):
             cycle.message_event.set()
             self._tell_gone()
         self.transport.write(self._refusal_bytes(refusal))
+        self._linger()
+
+    def last_answered(self) -> None:
+        """The answer after which the connection ends is written."""
+        if self._phase is LENGTH or self._phase is CHUNKED:
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        """Ends the connection of a client that may still be sending: a reset would take its answer away."""
+        self._phase = OVER
+        self._buffer.clear()
+        self.door.waiting.pop(self, None)
         if self.transport.can_write_eof():
             self.transport.write_eof()
             self._arm(LINGER, self.transport.abort)
         else:
-            self._close()
+            self._arm(LINGER, self._close)
 
     def _refusal_bytes(self, refusal: Refusal) -> bytes:
         body = error_body(refusal.status, printable(str(refusal)))

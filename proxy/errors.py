@@ -18,6 +18,11 @@ def error_body(status: int, message: str, kind: str | None = None, param: str | 
     return msgspec.json.encode({"error": error})
 
 
+def is_error(status: int) -> bool:
+    """Whether it is an error's status; engines and what stands before them may send any three digits."""
+    return 400 <= status < 600
+
+
 class HttpFailure(Exception):
     """A request's end: the answer that the client gets, or an event if its stream has begun."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,14 @@ from vllm_kvoffload.proxy import sse
 from vllm_kvoffload.proxy.calls import Child, child_of
 from vllm_kvoffload.proxy.core import logger
 from vllm_kvoffload.proxy.dispatch import Dispatch, Route
-from vllm_kvoffload.proxy.errors import HttpFailure, NoFitError, NoInstanceError, ReceiveError, UpstreamError
+from vllm_kvoffload.proxy.errors import (
+    HttpFailure,
+    NoFitError,
+    NoInstanceError,
+    ReceiveError,
+    UpstreamError,
+    is_error,
+)
 from vllm_kvoffload.proxy.jsontext import decode_json
 from vllm_kvoffload.proxy.recompute import (
     MARK,
@@ -32,7 +40,7 @@ from vllm_kvoffload.proxy.recompute import (
 from vllm_kvoffload.proxy.usage import UsageFacts, rewrite_usage
 
 CACHED = b'"cached_tokens"'
-PARAMS = b'"kv_transfer_params":{'
+PARAMS = re.compile(rb'"kv_transfer_params"\s*:\s*[^n\s]')  # anything but null
 OPENING_LIMIT = 64 << 10  # bytes of a stream's opening that wait for its first output
 RETRIED_FAILURES = frozenset({"rendezvous", "prefill", "read", "deadline"})  # at most once
 TOKENIZERS = 2  # engines that are asked for a text's token ids
@@ -79,7 +87,7 @@ class Generation:
         """Until decode accepted the request. Raises ``HttpFailure``."""
         while True:
             self.close()
-            self._dispatch = Dispatch(self._route, self._child)
+            self._dispatch = Dispatch(self._route, self._child, fresh=self._last_error is not None)
             self._buffer = sse.EventBuffer()
             self._delivered = False
             self._opening = []
@@ -200,7 +208,7 @@ class Generation:
         for payload in sse.payloads(data):
             event = sse.parse(payload)
             if event is not None and event.get("error"):
-                raise await self._dispatch.cause(self._error_in(event))
+                raise await self._dispatch.cause(self._error_in(event, self._dispatch))
             if event is None or not is_opening(event):
                 return False
         if sum(map(len, self._opening)) + len(data) > OPENING_LIMIT:
@@ -209,12 +217,11 @@ class Generation:
         return True
 
     @staticmethod
-    def _error_in(event: dict[str, Any]) -> HttpFailure:
+    def _error_in(event: dict[str, Any], dispatch: Dispatch) -> HttpFailure:
         error = event["error"]
         code = error.get("code") if isinstance(error, dict) else None
-        return HttpFailure(
-            code if isinstance(code, int) and 400 <= code < 600 else 500, msgspec.json.encode(event)
-        )
+        status = code if isinstance(code, int) and is_error(code) else 500
+        return HttpFailure(status, dispatch.hidden(msgspec.json.encode(event)))
 
     def _split_at_recomputed(self, data: bytes) -> tuple[bytes, dict[str, Any], bytes] | None:
         """What is before the giving-up event, it, what is after; None where only the text says the word."""
@@ -356,7 +363,7 @@ class Generation:
                 earlier is None
                 and (self._own_stop or MARK not in raw)
                 and CACHED not in raw
-                and PARAMS not in raw
+                and not PARAMS.search(raw)
             )
             if plain:
                 return raw

@@ -87,6 +87,7 @@ class Prober:
             for pool in core.pools:
                 for other in pool.instances.values():
                     other.unfit.pop(address, None)
+                    other.proven.discard(address)
             core.client.forget(address)
             logger.warning("proxy: %s engine %s is down: %s", instance.role, address, reason)
         elif was_down and not instance.health.down:

@@ -65,6 +65,7 @@ class Connection(asyncio.Protocol):
         self._complete = False
         self._keep = False
         self._paused = False
+        self._behind = False  # reading was paused at the last tick: what comes may have been sent long ago
         self._error: Exception | None = None
         self._parts: list[bytes] = []
         self._size = 0
@@ -102,12 +103,19 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.touched = True
+        if self._complete:
+            self._abort()  # nothing asked for this; the next request must not take it for its answer
+            return
         before = self._size
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._end(f"{self.address} sent no HTTP: {error}")
-            return
+            if not self._complete:
+                self._end(f"{self.address} sent no HTTP: {error}")
+                return
+            self._keep = False  # the answer stands, whatever follows it
+        if self._started and self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)  # it answers early: it may not read the rest of the request
         if self._size != before:
             self._bare = 0
         elif not self._complete:
@@ -142,6 +150,10 @@ class Connection(asyncio.Protocol):
         return not self._complete
 
     # httptools' parser
+
+    def on_message_begin(self) -> None:
+        if self._complete:
+            raise ValueError("a second answer")
 
     def on_status(self, _status: bytes) -> None:
         pass
@@ -210,21 +222,27 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
 
     async def flushed(self) -> None:
-        """Waits until the engine took most of the request, or the exchange failed."""
+        """Waits until the engine took most of the request, began to answer, or the exchange failed."""
         if self._drained is not None and self._error is None:
             await self._drained
 
     def tick(self, now: float) -> None:
         """The client's clock: moves the deadline on after activity, fails the exchange past it."""
         if self.touched and self._started:
+            self._heard(now)
             self.touched = False
-            self._client.heard[self.address] = now
             self.deadline = now + self._idle_timeout
         elif self._paused:
             self.deadline = now + self._idle_timeout  # it is the reader who keeps the engine waiting
         elif now > self.deadline and not self._complete:
             self.fail(UpstreamError(f"{self.address} gave no answer in time", sent=True, deadline=True))
             self._abort()
+        self._behind = self._paused
+
+    def _heard(self, now: float) -> None:
+        """The engine is at work if bytes came since the last tick that did not wait for their reader."""
+        if self.touched and self._started and not self._behind and not self._paused:
+            self._client.heard[self.address] = now
 
     def expect_output(self, seconds: float) -> None:
         """Allows ``seconds`` until the next part: a stream's first event comes long after its headers."""
@@ -284,7 +302,9 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Ends the exchange: an engine that is still answering sees its client go."""
         self.taker = None
-        self._client.give_back(self, reusable=self._complete and self._keep and not self._parts)
+        self._heard(self._loop.time())  # a short answer is over before any tick sees it
+        whole = self._complete and self._keep and not self._parts and self._drained is None
+        self._client.give_back(self, reusable=whole)
 
     def abort(self) -> None:
         """Closes the connection at once."""

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 
 SMALL = 64 << 10  # bytes of a text that is small whatever values are in it
 DEEPEST = 512  # levels; Python's own limit depends on its version, and on how deep the caller is
+SHORT = 64 << 10  # bytes of a text in which no number takes long to read
+DIGITS = 100  # of a number in a longer one: the time to read and write it grows with their square
+_TWO_DIGITS = re.compile(rb"[0-9]{2}")
+_MANY_DIGITS = re.compile(rb"[0-9]{%d,}" % DIGITS)
+
+
+def _has_long_number(raw: bytes) -> bool:
+    """Whether there are so many digits in a row outside strings. Linear in ``raw``, whatever it is."""
+    if len(raw) <= SHORT or not _TWO_DIGITS.search(raw[:: DIGITS // 2]):  # a quick look first
+        return False
+    plain = raw.replace(rb"\\", b"__").replace(rb"\"", b"__") if b"\\" in raw else raw
+    quotes = at = 0
+    for found in _MANY_DIGITS.finditer(plain):
+        quotes += plain.count(b'"', at, found.start())
+        at = found.start()
+        if quotes % 2 == 0:
+            return True
+    return False
 
 
 def decode_json(raw: bytes, kind: Any = Any) -> Any:
     """The value. Raises ``msgspec.DecodeError``, also for what is nested too deeply to be written again."""
+    if _has_long_number(raw):
+        raise msgspec.DecodeError(f"JSON has a number of more than {DIGITS} digits")
     try:
         value = msgspec.json.decode(raw, type=kind)
     except RecursionError:

@@ -54,6 +54,7 @@ class ConnectionGate:
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILED
         self.monitor: zmq.Socket[bytes] = listener.get_monitor_socket(events)
         self._connections: dict[int, Connection] = {}
+        self._shut_down: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -63,6 +64,11 @@ class ConnectionGate:
         """Connections that have not introduced themselves."""
         return sum(not connection.session for connection in self._connections.values())
 
+    @property
+    def stuck(self) -> int:
+        """Connections that were shut down here and are not closed by libzmq."""
+        return len(self._shut_down)
+
     def watch(self, now: float) -> None:
         """Takes libzmq's events. To be called before each frame: a descriptor may be another connection's by
         then."""
@@ -71,6 +77,8 @@ class ConnectionGate:
                 event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             except zmq.Again:
                 return
+            if event["event"] in (zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED):
+                self._shut_down.discard(int(event["value"]))
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._connections[int(event["value"])] = Connection(now)
             elif event["event"] == zmq.EVENT_DISCONNECTED:
@@ -115,6 +123,7 @@ class ConnectionGate:
         if connection is not None:
             with connection:
                 self.closed += 1
+                self._shut_down.add(descriptor)
                 try:
                     connection.shutdown(socket.SHUT_RDWR)
                 except OSError:

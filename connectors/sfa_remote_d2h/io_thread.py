@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -203,6 +204,18 @@ def receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
         return socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
     except zmq.Again:
         return None
+
+
+def connection_name(session: str) -> bytes:
+    """A ZeroMQ identity for one connection of a session. Two connections of one name would take each other's
+    messages, and an engine may be connected to under several names."""
+    return f"{session}/{secrets.token_hex(4)}".encode()
+
+
+def is_connection_of(identity: bytes, session: str) -> bool:
+    """Whether a connection's name is one of a session's."""
+    name = session.encode()
+    return identity == name or identity.startswith(name + b"/")
 
 
 def tcp(host: str, port: int) -> str:

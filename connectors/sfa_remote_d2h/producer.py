@@ -10,7 +10,7 @@ which was finished stays so for a while, in case the answer got lost.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -293,7 +293,8 @@ class Producer(Generic[Endpoint]):
 
     def _beat(self, now: float, endpoint: Endpoint, message: Beat) -> None:
         alive = []
-        for number, chunks, layers in message.entries:
+        entries = {number: (chunks, layers) for number, chunks, layers in message.entries}
+        for number, (chunks, layers) in entries.items():  # a transfer is told once, however often it is named
             transfer = self._at(endpoint, number)
             if transfer is None:
                 if number not in self._finished:
@@ -342,12 +343,26 @@ class Producer(Generic[Endpoint]):
 
     def forget_idle(self, now: float, after_s: float) -> list[Endpoint]:
         """Forgets endpoints that no transfer needs and that said nothing for so long; returns them."""
-        needed = {transfer.endpoint for transfer in self._transfers.values()}
-        links = self._links.items()
-        idle = [end for end, link in links if end not in needed and now - link.used_at >= after_s]
+        idle = [endpoint for endpoint, link in self._idle() if now - link.used_at >= after_s]
         for endpoint in idle:
             del self._links[endpoint]
         return idle
+
+    def forget_one(self, now: float, among: Container[Endpoint], after_s: float) -> Endpoint | None:
+        """Forgets one such endpoint: the oldest of those that never answered, or else one that was silent for
+        so long: what was last said to a decode rank must have arrived."""
+        idle = [(bool(link.peer), link.used_at, end) for end, link in self._idle() if end in among]
+        found = [item for item in idle if not item[0] or now - item[1] >= after_s]
+        if not found:
+            return None
+        endpoint = min(found, key=lambda item: item[:2])[2]
+        del self._links[endpoint]
+        return endpoint
+
+    def _idle(self) -> list[tuple[Endpoint, Link]]:
+        """Endpoints without a transfer."""
+        needed = {transfer.endpoint for transfer in self._transfers.values()}
+        return [(endpoint, link) for endpoint, link in self._links.items() if endpoint not in needed]
 
     # ------------------------------------------------------------------------------------------------ parts
 
@@ -356,8 +371,12 @@ class Producer(Generic[Endpoint]):
         return None if number is None else self._transfers[number]
 
     def _at(self, endpoint: Endpoint, number: int) -> Transfer[Endpoint] | None:
+        """A transfer to the decode rank at an endpoint, also one that was opened under another name of it."""
         transfer = self._transfers.get(number)
-        return transfer if transfer is not None and transfer.endpoint == endpoint else None
+        if transfer is None or transfer.endpoint == endpoint:
+            return transfer
+        peers = [self._link(one).peer for one in (endpoint, transfer.endpoint)]
+        return transfer if peers[0] and peers[0] == peers[1] else None
 
     def _close(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import (
     TICK_S,
     Idle,
     IOThread,
+    is_connection_of,
     receive,
     send,
     set_options,
@@ -58,6 +60,15 @@ MESSAGES_A_ROUND = 256
 QUEUE_LENGTH = 64
 """Messages that libzmq queues from and to a connection. More wait on prefill, or are lost."""
 
+MAX_STUCK = 256
+"""Connections that were shut down and that libzmq does not close: it holds those back of which it has stopped
+to read, as it does where strangers take each other's name."""
+
+REBIND_S = 1.0
+
+MAX_ROUTES = 4096
+"""Sessions whose connection is remembered."""
+
 
 @dataclass
 class Results:
@@ -96,13 +107,19 @@ class DecodeWorker(IOThread):
         self._session = uuid.uuid4().hex
         self.consumer = Consumer(self._session, facts, len(layout.layers), tp_size, tp_rank, limits)
         self.frames_refused = 0
+        # By session: the name of the connection over which it spoke last. It may have several: an engine is
+        # known by more than one name and address.
+        self._routes: OrderedDict[str, bytes] = OrderedDict()
         self._idle = Idle()
         self._reads = Reads(engine, layout)
         self._gatekeeper: Gatekeeper | None = None
-        self._keyed = control_key is not None
-        self._router = self._bind(host, port, control_key)
-        self._gate = ConnectionGate(self._router, port)
-        self._poller.register(self._gate.monitor, zmq.POLLIN)
+        self._key = None if control_key is None else ControlKey(control_key)
+        if self._key is not None:
+            self._gatekeeper = Gatekeeper(self._context, self._key)
+            self._poller.register(self._gatekeeper.socket, zmq.POLLIN)
+        self._address = (host, port)
+        self._router = self._bind(host, port)
+        self._gate = self._watched()
         engine.register(layout.regions)
 
     @property
@@ -110,15 +127,36 @@ class DecodeWorker(IOThread):
         """From prefill, since the start."""
         return self._reads.bytes_read
 
-    def _bind(self, host: str, port: int, control_key: str | None) -> zmq.Socket[bytes]:
+    def _watched(self) -> ConnectionGate:
+        gate = ConnectionGate(self._router, self._address[1])
+        self._poller.register(gate.monitor, zmq.POLLIN)
+        return gate
+
+    def _listen_anew(self) -> None:
+        """Only the end of its socket ends the connections that libzmq holds back. Prefill connects
+        again, under the same names. Raises ConfigError: the port is not free yet."""
+        if not self._router.closed:
+            for item in (self._router, self._gate.monitor):
+                self._poller.unregister(item)
+            self._gate.close()
+            self._router.close(linger=0)
+        end = time.monotonic() + REBIND_S
+        while self._router.closed:
+            try:
+                self._router = self._bind(*self._address)
+            except ConfigError:  # libzmq closes in the background
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(BUSY_S)
+        before, self._gate = self._gate, self._watched()
+        self._gate.closed, self._gate.failed = before.closed, before.failed
+
+    def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
         set_options(router, QUEUE_LENGTH)
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        if control_key is not None:
-            key = ControlKey(control_key)
-            key.serve(router)
-            self._gatekeeper = Gatekeeper(self._context, key)
-            self._poller.register(self._gatekeeper.socket, zmq.POLLIN)
+        if self._key is not None:
+            self._key.serve(router)
         try:
             router.bind(tcp(host, port))
         except zmq.ZMQError as error:
@@ -187,6 +225,10 @@ class DecodeWorker(IOThread):
         return BUSY_S if self._reads else TICK_S
 
     def _round(self, ready: set[zmq.Socket[bytes]], now: float) -> None:
+        if self._router.closed or self._gate.stuck >= MAX_STUCK:
+            text = f"{MAX_STUCK} connections of strangers would not end: the control port is opened anew"
+            self.quiet.warning("stuck", text)
+            self._listen_anew()
         if self._gatekeeper is not None:
             self.attempt("a check of keys", self._gatekeeper.answer)
         if self._router in ready:
@@ -219,7 +261,11 @@ class DecodeWorker(IOThread):
         self._gate.watch(now)
         self._gate.tick(now)
         if self._gate.failed > failed:
-            key = "another control_key_file, or none" if self._keyed else "a control_key_file, or no ZeroMQ"
+            key = (
+                "another control_key_file, or none"
+                if self._key is not None
+                else "a control_key_file, or no ZeroMQ"
+            )
             self.quiet.warning("handshake", f"a connection to the control port failed: its sender has {key}")
         if self._gate.closed > closed:
             text = "a connection to the control port was closed: no Hello with the secret of this start came"
@@ -228,7 +274,11 @@ class DecodeWorker(IOThread):
     def _take(self, now: float, frames: list[zmq.Frame]) -> None:
         """A message, with where it came from."""
         self._gate.watch(now)
-        descriptor = int(frames[-1].get(zmq.SRCFD))
+        try:
+            descriptor = int(frames[-1].get(zmq.SRCFD))
+        except zmq.ZMQError:  # what isn't ZMTP 3 libzmq takes for an old version, and names no connection
+            self._refuse(frames[0].bytes, -1, "protocol", "its connection speaks no ZMTP 3")
+            return
         if len(frames) != 2:
             self._refuse(frames[0].bytes, descriptor, "parts", f"a message of {len(frames)} parts")
             return
@@ -245,17 +295,20 @@ class DecodeWorker(IOThread):
         except WireError as error:
             self._refuse(identity, descriptor, "frame", str(error))
             return
-        if identity != message.session.encode():
+        if not is_connection_of(identity, message.session):
             self._refuse(identity, descriptor, "session", f"a {type(message).__name__} of another session")
             return
         if not isinstance(message, (Hello, Declined)) and session != message.session:
             if self.consumer.ready:  # a connection must introduce itself, also if the session is known
                 send(self._router, [identity, encode(NeedHello(self._session, message.session))])
             return
+        if not isinstance(message, (Hello, Declined)):
+            self._answer_over(message.session, identity)
+        elif self.consumer.proved(message.secret):
+            self._gate.introduced(descriptor, message.session)
+            self._answer_over(message.session, identity)
         with self.lock:
             reason = self.consumer.receive(now, message)
-        if isinstance(message, (Hello, Declined)) and self.consumer.proved(message.secret):
-            self._gate.introduced(descriptor, message.session)
         if reason:
             self._refuse(identity, -1, "hello", reason)
         self._carry_out()
@@ -304,8 +357,14 @@ class DecodeWorker(IOThread):
             if not hellos:
                 return
 
+    def _answer_over(self, session: str, identity: bytes) -> None:
+        self._routes[session] = identity
+        self._routes.move_to_end(session)
+        if len(self._routes) > MAX_ROUTES:
+            self._routes.popitem(last=False)
+
     def _send(self, session: str, message: ToPrefill) -> None:
-        send(self._router, [session.encode(), encode(message)])
+        send(self._router, [self._routes.get(session, session.encode()), encode(message)])
 
     def _poll_reads(self) -> bool:
         """Whether any order made progress."""

@@ -15,6 +15,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import (
     TICK_S,
     Idle,
     IOThread,
+    connection_name,
     receive,
     send,
     set_options,
@@ -60,6 +61,9 @@ QUEUE_LENGTH = 256
 
 MAX_ENDPOINTS = 512
 """Decode ranks that connections are kept to. Those without transfers make room for new ones."""
+
+SETTLED_S = 2.0
+"""Silence after which a decode rank may lose its connection to others: what was last said has arrived."""
 
 MAX_RECONNECT_MS = 1000
 
@@ -340,7 +344,7 @@ class PrefillWorker(IOThread):
         set_options(socket, QUEUE_LENGTH)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
         # The same name after a reconnect, so that decode's answers find this rank again.
-        socket.setsockopt(zmq.IDENTITY, self.producer.hello.session.encode())
+        socket.setsockopt(zmq.IDENTITY, connection_name(self.producer.hello.session))
         if self._key is not None:
             self._key.connect(socket)
         socket.connect(tcp(*endpoint))
@@ -350,8 +354,8 @@ class PrefillWorker(IOThread):
         if len(self._sockets) < MAX_ENDPOINTS:
             return
         with self.lock:
-            idle = self.producer.forget_idle(time.monotonic(), 0.0)
-        for endpoint in idle:
+            endpoint = self.producer.forget_one(time.monotonic(), self._sockets, SETTLED_S)
+        if endpoint is not None:
             self._close_socket(endpoint)
         if len(self._sockets) >= MAX_ENDPOINTS:
             raise EndpointError(f"there are connections to {MAX_ENDPOINTS} others, all in use")

@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from msgspec.structs import replace
-from pd_world import FACTS, LIMITS, World
+from pd_world import FACTS, LAYERS, LIMITS, POOL, World
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import EARLY_KEPT, Consumer
 from vllm_kvoffload.connectors.sfa_remote_d2h.facts import digest_of
@@ -21,9 +21,12 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.introductions import DECLINES_KEPT
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Phase
 from vllm_kvoffload.connectors.sfa_remote_d2h.producer import HELLO_RETRY_S, REFUSED_S
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
+    Beat,
+    BeatAck,
     Chunk,
     Declined,
     Hello,
+    HelloAck,
     NeedHello,
     Publish,
     prompt_digest,
@@ -307,6 +310,19 @@ def test_a_cancelled_request_is_reported_only_when_its_memory_is_quiet():
     assert world.failed[req_id] == "aborted"
     assert ends(world) == {TransferEnd.CANCELLED: 1}
     assert failures(world) == {ReceiveFailure.ABORTED: 1}
+
+
+def test_a_transfer_is_told_once_however_often_a_beat_names_it():
+    """A beat of 4,096 entries was answered with as many copies of all that is published."""
+    world = World(1, 1)
+    producer, session = world.producers[0], world.sessions[0]
+    producer.open(0.0, "r", "r", 0, bytes(16), POOL, world.secret)
+    producer.begin_chunk("r", 0, range(POOL), True)
+    producer.publish(0.0, ["r"], LAYERS)
+    producer.receive(0.0, 0, HelloAck("d", session))
+    producer.outbox.clear()
+    producer.receive(0.0, 0, Beat("d", session, ((1, 0, 0),) * 4096))
+    assert [type(message) for _, message in producer.outbox] == [Publish, BeatAck]
 
 
 def test_leases_end_without_heartbeats():

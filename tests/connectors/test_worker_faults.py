@@ -8,9 +8,9 @@ import time
 import msgspec
 import pytest
 import zmq
-from pd_bench import HOST, Bench, metadata
+from pd_bench import HOST, LIMITS, Bench, metadata
 
-from vllm_kvoffload.connectors.sfa_remote_d2h import connection_gate, wire, worker_p
+from vllm_kvoffload.connectors.sfa_remote_d2h import connection_gate, wire, worker_d, worker_p
 from vllm_kvoffload.connectors.sfa_remote_d2h.curve import ControlKey
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure
 from vllm_kvoffload.transfer import TransferError
@@ -250,6 +250,19 @@ def test_a_bad_host_costs_its_own_transfers(bench, host, caplog):
     assert bench.prefill.errors == 0
 
 
+def test_another_name_of_decode_costs_its_other_requests_nothing(bench):
+    """Both connections had one ZeroMQ identity: the second took the first one's messages, for good."""
+    for number, host in enumerate([HOST, "localhost", HOST, HOST, "localhost", HOST]):
+        receives(bench, f"r{number}-{host}")
+    bench.expect("early", [3, 4])  # one transfer under each name at a time
+    bench.compute("early", [[2]], 2, whole=False)
+    receives(bench, "other name")
+    bench.compute("alias", [[5]], 1, host="localhost", whole=False)
+    time.sleep(2 * LIMITS.lease_s)
+    assert {"early"} <= bench.prefill.producer.open_requests
+    assert bench.decode.consumer.live == {"early": "reading"}
+
+
 def test_many_endpoints_are_bounded(bench, monkeypatch):
     """1,100 of them reach libzmq's limit of sockets, which then every other connection hits."""
     monkeypatch.setattr(worker_p, "MAX_ENDPOINTS", 8)
@@ -259,9 +272,23 @@ def test_many_endpoints_are_bounded(bench, monkeypatch):
     time.sleep(0.3)
     assert len(bench.prefill._sockets) <= 8
     assert len(bench.prefill.producer.links) <= 48
-    bench.wait_metrics("prefill", **{"transfers_closed.unreachable": 32})
+    bench.wait_metrics("prefill", **{"transfers_closed.unreachable": 33})  # decode's own is in use
     until(lambda: not bench.prefill.producer.open_requests)
     receives(bench, "later")
+    assert len(bench.prefill._sockets) <= 8
+
+
+def test_many_declines_close_no_connection_in_use(bench, monkeypatch):
+    """Room was made by closing all idle connections, with answers that had only just been queued."""
+    monkeypatch.setattr(worker_p, "MAX_ENDPOINTS", 8)
+    receives(bench)
+    connection = bench.prefill._sockets[HOST, bench.port]
+    target = metadata.Target(HOST, 9, 64, "")
+    for number in range(3):
+        decline = metadata.Decline(f"d{number}", target, bytes(16), "no")
+        bench.prefill.begin_step(metadata.PrefillMetadata(declined=[decline]))
+        receives(bench, f"r{number}")
+    assert bench.prefill._sockets[HOST, bench.port] is connection
     assert len(bench.prefill._sockets) <= 8
 
 
@@ -292,6 +319,55 @@ def test_strangers_connections_end(bench, monkeypatch):
     assert len(bench.decode._gate) == 1, "the peer's stays"
     receives(bench, "after")
     context.destroy(linger=0)
+
+
+def test_what_speaks_no_zmtp_3_is_refused(bench):
+    """An HTTP request, say: libzmq takes it for ZMTP 1, whose messages name no connection. Each was an error
+    with a traceback."""
+    with socket.create_connection((HOST, bench.port)) as stranger:
+        stranger.sendall(b"\x01\x00" + 3 * b"\x05\x00abcd")
+        until(lambda: bench.decode.frames_refused)
+    assert bench.decode.errors == 0
+    receives(bench)
+
+
+def test_strangers_of_one_name_hold_no_descriptors(bench, monkeypatch):
+    """libzmq never closes a connection whose name another took while messages of it were waiting."""
+    monkeypatch.setattr(worker_d, "MAX_STUCK", 20)
+    monkeypatch.setattr(connection_gate, "STRANGER_S", 0.5)
+    receives(bench)
+    idle = [socket.create_connection((HOST, bench.port)) for _ in range(30)]
+    until(lambda: bench.decode._gate.closed >= 30 and not bench.decode._gate.stuck)  # these libzmq closes
+    before = bench.decode._router
+    context = zmq.Context()
+    strangers = [context.socket(zmq.DEALER) for _ in range(40)]
+    for stranger in strangers:
+        stranger.setsockopt(zmq.IDENTITY, b"same")
+        stranger.setsockopt(zmq.SNDHWM, 0)
+        stranger.connect(f"tcp://{HOST}:{bench.port}")
+        for _ in range(2000):
+            stranger.send(b"same")
+    until(lambda: bench.decode._router is not before, 30)
+    context.destroy(linger=0)
+    receives(bench, "later")
+    until(lambda: bench.decode._gate.stuck < 20)
+    assert bench.decode.errors == 0
+    for connection in idle:
+        connection.close()
+
+
+def test_a_control_port_that_is_opened_anew_costs_no_transfer(bench, monkeypatch):
+    bench.expect("r", [3, 4])
+    bench.compute("r", [[0]], 2, whole=False)
+    until(lambda: bench.decode.consumer.live == {"r": "reading"})
+    before = bench.decode._router
+    monkeypatch.setattr(worker_d, "MAX_STUCK", 0)
+    until(lambda: bench.decode._router is not before)
+    monkeypatch.setattr(worker_d, "MAX_STUCK", 256)
+    time.sleep(3 * LIMITS.lease_s)
+    assert bench.decode.consumer.live == {"r": "reading"}
+    assert bench.prefill.producer.open_requests == {"r"}
+    assert not bench.decode.consumer.counts.retries
 
 
 def test_a_message_without_an_end_is_ended(bench, monkeypatch):

@@ -149,6 +149,11 @@ CASES: dict[str, tuple[bytes, list[int]]] = {
     "two lengths": (post(BODY, b"content-length: 5") + MISSING, [400, 0]),
     "TE in 1.0": (chunked(BODY).replace(b"HTTP/1.1", b"HTTP/1.0") + MISSING, [400, 0]),
     "gzip": (chunked(BODY).replace(b"chunked", b"gzip, chunked") + MISSING, [501, 0]),
+    "gzip before chunked": (
+        chunked(BODY).replace(b"transfer-encoding", b"transfer-encoding: gzip\r\ntransfer-encoding")
+        + MISSING,
+        [501, 0],
+    ),
     "xchunked": (chunked(BODY).replace(b"chunked", b"xchunked") + MISSING, [501, 0]),
     "chunk size": (chunked(BODY).replace(b"24\r\n", b"+24\r\n") + MISSING, [400, 0]),
     "chunk's bare line end": (chunked(BODY).replace(b"24\r\n", b"24\n") + MISSING, [400, 0]),
@@ -200,6 +205,29 @@ def test_an_upgrade_is_ignored_and_the_framing_kept(fields: tuple[bytes, ...]) -
                 200,
                 200,
             ]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("version", [b"HTTP/1.0", b"HTTP/1.1\r\nconnection: close"])
+def test_a_last_answer_arrives_while_the_body_is_still_sent(version: bytes) -> None:
+    """A reset for what comes after it would take it away."""
+
+    async def scenario() -> None:
+        async with world(deadlines=Deadlines()) as w:
+            for path, size, status in (
+                (b"/v1/completions", 99999999, 413),
+                (b"/none", 9999999, 404),
+                (b"/health", 9999999, 405),
+            ):
+                async with connection(w) as (reader, writer):
+                    writer.write(b"POST %b %b\r\ncontent-length: %d\r\n\r\n" % (path, version, size))
+                    for _ in range(64):
+                        writer.write(b"x" * 65536)
+                        await writer.drain()
+                        await asyncio.sleep(0.001)
+                    assert (await answer(reader))[0] == status
+                    assert await reader.read() == b"", "and the connection ends"
 
     run(scenario)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from proxy_world import FAST, Exchange, World, decode, events, text_of, words, world
 
 from vllm_kvoffload.proxy import fanout, sse
+from vllm_kvoffload.proxy.asgi import Guard
 from vllm_kvoffload.proxy.budget import ByteBudget, Window
 from vllm_kvoffload.proxy.calls import Child, child_of
 from vllm_kvoffload.proxy.errors import UpstreamError
@@ -506,6 +508,16 @@ def test_budget_and_window() -> None:
         assert order == ["a", "c", "d"]
         async with window.hold(10):
             pass
+        # All at once, as when a client goes away: each ends by its cancellation and nothing else.
+        work = [asyncio.create_task(one("e", 8)) for _ in range(4)]
+        await asyncio.sleep(0)
+        for task in work:
+            task.cancel()
+        assert {type(e) for e in await asyncio.gather(*work, return_exceptions=True)} == {
+            asyncio.CancelledError
+        }
+        async with window.hold(10):
+            pass
 
     run(scenario())
 
@@ -542,3 +554,107 @@ def test_a_client_waits_for_no_engine_that_went_away() -> None:
         server.close()
 
     run(scenario())
+
+
+# engines at work
+
+
+def test_short_answers_show_that_an_engine_is_at_work() -> None:
+    """A prefill engine's answers begin and end within one tick; its /health is slow all the while."""
+
+    async def scenario() -> None:
+        async with world(**PROBED) as w:
+            respond = Exchange.respond
+
+            async def slowly(exchange: Exchange, status: int, value: object) -> None:
+                if exchange.method == "GET" and exchange.engine is w.p:
+                    await asyncio.sleep(5)
+                await respond(exchange, status, value)
+
+            prefill = w.app.core.prefillers.instances[w.p.address]
+            await until(lambda: not prefill.health.failed_probes)
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(Exchange, "respond", slowly)
+                end = time.monotonic() + 3
+                while time.monotonic() < end:
+                    assert (await w.complete(max_tokens=1)).status_code == 200
+                    await asyncio.sleep(0.05)
+                assert not prefill.health.down
+
+    run(scenario())
+
+
+def test_what_waited_for_a_slow_reader_does_not_show_it() -> None:
+    """What is read now was sent before the engine froze."""
+
+    async def sends(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 99999999\r\n\r\n" + b"x" * (4 << 20))
+        await asyncio.sleep(60)
+
+    async def scenario() -> None:
+        server = await asyncio.start_server(sends, "127.0.0.1", 0)
+        address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
+        client = Client(1.0, tick=0.05)
+        client.open()
+        connection = await client.request(address, "GET", "/", first=30, idle=30)
+        await connection.start()
+        await asyncio.sleep(0.3)  # by now it is frozen, and what it sent waits in the sockets
+        began = asyncio.get_running_loop().time()
+        for _ in range(4):
+            assert await connection.read()
+            await asyncio.sleep(0.1)
+        assert not client.heard_since(address, began)
+        connection.close()
+        client.close()
+        server.close()
+
+    run(scenario())
+
+
+def test_one_decode_engine_can_not_part_the_others_from_their_prefill() -> None:
+    """It says of every prefill engine that its layout is another one, each time."""
+
+    async def lies(exchange: Exchange) -> None:
+        await exchange.post(remote_layout="bb")
+        await exchange.notice("mismatch", "?", prefill_layout=f"{len(exchange.engine.exchanges):04x}")
+        await exchange.respond(500, {"error": {"message": "Internal server error", "code": 500}})
+
+    async def tells(exchange: Exchange) -> None:
+        await exchange.rendezvous(remote_layout="aa")
+        await decode_after(exchange)
+
+    async def scenario() -> None:
+        async with world(prefillers=2, decoders=2) as w:
+            good, bad = w.decoders
+            good.usual = bad.usual = tells
+            for _ in range(8):
+                assert (await w.complete(max_tokens=2)).status_code == 200
+            bad.usual = lies
+            for _ in range(8):
+                assert (await w.complete(max_tokens=2)).status_code == 200
+            assert (await w.client.get("/health")).status_code == 200
+
+    run(scenario())
+
+
+def test_a_client_that_is_gone_ends_its_request_though_a_cancellation_was_lost() -> None:
+    """asyncio.wait_for swallows one that comes in the moment its own work is done (before Python 3.12)."""
+
+    async def gone() -> dict[str, Any]:
+        await asyncio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None: ...
+
+    async def scenario() -> None:
+        async with Guard(gone, send, 60) as guard:
+            asyncio.get_running_loop().call_later(0.2, guard.tick, 0.0)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(5)
+            raise AssertionError("it goes on")
+        assert guard.reason == "client gone"
+        await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(scenario(), 3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import httpx
@@ -102,14 +103,21 @@ def test_decode_lost_before_output_is_retried_elsewhere(stream: bool, behaviour:
     run(scenario())
 
 
-def test_a_request_that_kills_engines_is_not_passed_around() -> None:
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("behaviour", [reset, breaks_before_output])
+def test_a_request_that_kills_engines_is_not_passed_around(behaviour: Any, warm: bool) -> None:
+    """Also on connections that were used before, which might have closed by themselves."""
+
     async def scenario() -> None:
         async with world(decoders=4) as w:
+            if warm:
+                await asyncio.gather(*(w.complete(max_tokens=1) for _ in range(8)))
+            before = sum(len(engine.exchanges) for engine in w.decoders)
             for engine in w.decoders:
-                engine.usual = breaks_before_output
+                engine.usual = behaviour
             answer = await w.complete(stream=True)
             assert answer.status_code == 502
-            assert sum(len(engine.exchanges) for engine in w.decoders) == 2
+            assert sum(len(engine.exchanges) for engine in w.decoders) == before + 2
 
     run(scenario())
 
@@ -421,4 +429,68 @@ def test_drain() -> None:
             await w.settle()
             assert w.app.idle
 
+    run(scenario())
+
+
+# connections that several requests use one after another
+
+
+async def prefill_fails_late(exchange: Exchange) -> None:
+    """Decode has its KV, and all of its answer, long before."""
+    exchange.engine.world.kv.setdefault(exchange.external_id, asyncio.Event()).set()
+    await asyncio.sleep(0.3)
+    await exchange.respond(500, {"error": {"message": "late"}})
+
+
+async def asks_and_answers(exchange: Exchange) -> None:
+    """Doesn't wait for its post's answer."""
+    exchange.engine.world.kv.setdefault(exchange.external_id, asyncio.Event())
+    posting = asyncio.create_task(exchange.post())
+    await exchange.engine.world.kv[exchange.external_id].wait()
+    await exchange.respond(200, exchange.shell([exchange.choice(" x", "length")]))
+    await asyncio.wait([posting], timeout=0)
+
+
+async def slow_words(exchange: Exchange) -> None:
+    await exchange.start_stream()
+    for index in range(8):
+        await exchange.word(index, "length" if index == 7 else None)
+        await asyncio.sleep(0.1)
+    await exchange.end_stream(8)
+
+
+def test_a_late_prefill_failure_does_not_reach_the_next_request() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            w.d.behaviours, w.p.behaviours = [asks_and_answers, slow_words], [prefill_fails_late]
+            assert (await w.complete()).status_code == 200
+            assert text_of(await w.stream()) == words(3, 8)
+            assert len({e.writer for e in w.d.exchanges}) == 1, "both on one connection"
+
+    run(scenario())
+
+
+def test_a_dispatch_that_is_repeated_does_not_end_the_next_request() -> None:
+    """Its connection is another request's by the time it is dispatched again."""
+
+    async def fails(exchange: Exchange) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(exchange.post(), 1)
+        await exchange.notice("prefill")
+        await exchange.respond(500, {"error": {"message": "Internal server error", "code": 500}})
+        failed.set()
+
+    async def scenario() -> None:
+        nonlocal failed
+        failed = asyncio.Event()
+        async with world() as w:
+            w.d.behaviours = [fails, slow_words]
+            first = asyncio.create_task(w.complete(max_tokens=2))
+            await failed.wait()
+            while w.app.core.client.connections[1] < 1:
+                await asyncio.sleep(0)
+            assert text_of(await w.stream()) == words(3, 8)
+            assert (await first).status_code == 200
+
+    failed: asyncio.Event
     run(scenario())

@@ -7,6 +7,7 @@ import itertools
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from vllm_kvoffload.proxy.balance import COOL_DOWN, Demand, Health, Load, Pool
 from vllm_kvoffload.proxy.calls import parse_call, prefix_hashes
 from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, Refused
 from vllm_kvoffload.proxy.http_client import request_bytes
+from vllm_kvoffload.proxy.jsontext import decode_json
 from vllm_kvoffload.proxy.recompute import CannotContinue, Transcript, continued_body
 from vllm_kvoffload.proxy.rendezvous import Meetings, Message, Notice, Outcome, check_message, external_id
 from vllm_kvoffload.proxy.sanitize import ALWAYS, DROP, PREFILL_TABLE, prefill_body
@@ -492,3 +494,14 @@ def test_control_events_are_lost_without_the_buffer() -> None:
     data = b'data: {"a": 1}\n\ndata: 2\n\n'
     pieces = [data[:9], data[9:]]
     assert [payload for piece in pieces for payload in sse.payloads(piece)] != list(sse.payloads(data))
+
+
+def test_numbers_that_take_long_are_refused_and_digits_in_text_are_not() -> None:
+    """15,000 numbers of 4,000 digits took seconds to read, and longer to write for each engine."""
+    digits, filler = b"7" * 4000, b'"x": "' + b"y" * 70_000 + b'"'
+    for number in (digits, b"-" + digits, b"0." + digits, b"1e" + digits, digits[:100]):
+        for text in (b'{%b, "a": [%b]}' % (filler, number), b'{"a": %b, %b}' % (number, filler)):
+            with pytest.raises(msgspec.DecodeError, match="digits"):
+                decode_json(text)
+    for text in (digits, b'\\" ' + digits, b"\\\\", b", " + digits + b" ,", b"[" + digits):
+        assert decode_json(b'{%b, "a": "%b", "b": 12}' % (filler, text))["b"] == 12
