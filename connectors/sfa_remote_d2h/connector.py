@@ -26,7 +26,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import (
 from vllm_kvoffload.connectors.sfa_remote_d2h.scheduler import DecodeScheduler, PrefillScheduler
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_d import DecodeWorker, Results
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_p import PrefillWorker
-from vllm_kvoffload.engine import EngineSettings
+from vllm_kvoffload.engine import EngineOptions
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import DECODE, PREFILL, StatsChannel
 from vllm_kvoffload.runtime.base import Event, Stream
@@ -55,7 +55,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        options = EngineSettings.of(vllm_config).remote
+        options = EngineOptions.of(vllm_config).remote
         assert options is not None
         self._config = options
         if kv_cache_config is None or len(kv_cache_config.kv_cache_groups) != 1:

@@ -77,9 +77,14 @@ def make(producer: bool, monkeypatch: pytest.MonkeyPatch) -> SfaRemoteD2HConnect
     monkeypatch.setattr(module, "get_ip", lambda: "127.0.0.1")
     role = "kv_producer" if producer else "kv_consumer"
     transfer = SimpleNamespace(
-        kv_role=role, kv_port=20050, engine_id="e", kv_connector_extra_config={"transfer_backend": "nixl"}
+        kv_connector="SfaRemoteD2HConnector",
+        kv_role=role,
+        kv_port=20050,
+        engine_id="e",
+        kv_connector_extra_config={"transfer_backend": "nixl"},
     )
     config = SimpleNamespace(
+        additional_config={},
         kv_transfer_config=transfer,
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, data_parallel_size=1, data_parallel_index=0, master_addr="127.0.0.1"

@@ -17,6 +17,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     monkeypatch.setattr(logger, "handlers", [handler])
+    logger.setLevel(logging.DEBUG)  # whatever vLLM's loggers were set to in this process
     return lines
 
 
