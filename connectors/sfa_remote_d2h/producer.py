@@ -49,6 +49,9 @@ HELLO_RETRY_S = 0.5
 HELLO_AGAIN_S = 0.1
 """Least time between two introductions to an endpoint, even if it asks for more of them."""
 
+UNANSWERED_S = 2.0
+"""How long buffers that layers share wait for the first answer of a decode rank."""
+
 SILENT_S = 5.0
 """Time without an answer to an introduction after which an endpoint is logged."""
 
@@ -337,9 +340,23 @@ class Producer(Generic[Endpoint]):
             link = self._link(endpoint)
             if not link.peer:
                 self._introduce(now, endpoint, link)
+        if self.hello.progress:
+            self._end_unanswered(now)
         for transfer in [t for t in self._transfers.values() if not t.bound]:
             if now - transfer.said_at >= REPEAT_S:
                 self._publish(now, transfer, 0)
+
+    def _end_unanswered(self, now: float) -> None:
+        """Ends transfers to decode ranks that have never answered: where layers share buffers, the whole engine
+        would wait for them until the lease ends."""
+        for transfer in list(self._transfers.values()):
+            link = self._link(transfer.endpoint)
+            if link.peer or link.asked_at is None:
+                continue
+            opened_at = transfer.lease_end - self.hello.lease_s  # no heartbeat has extended it
+            known_silent = opened_at - link.asked_at >= UNANSWERED_S
+            if now - opened_at >= (HELLO_RETRY_S if known_silent else UNANSWERED_S):
+                self._close(transfer, TransferEnd.UNREACHABLE, tell=False)
 
     def forget_idle(self, now: float, after_s: float) -> list[Endpoint]:
         """Forgets endpoints that no transfer needs and that said nothing for so long; returns them."""

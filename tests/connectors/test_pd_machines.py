@@ -19,7 +19,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import EARLY_KEPT, Consum
 from vllm_kvoffload.connectors.sfa_remote_d2h.facts import digest_of
 from vllm_kvoffload.connectors.sfa_remote_d2h.introductions import DECLINES_KEPT, Declines
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Phase
-from vllm_kvoffload.connectors.sfa_remote_d2h.producer import HELLO_RETRY_S, REFUSED_S
+from vllm_kvoffload.connectors.sfa_remote_d2h.producer import HELLO_RETRY_S, REFUSED_S, UNANSWERED_S
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     Beat,
     BeatAck,
@@ -627,6 +627,25 @@ def test_shared_buffers_of_a_decode_that_never_reads_are_free_after_the_lease():
     for producer in world.producers:
         producer.tick(world.now)
     assert world.may_overwrite(job)
+
+
+def test_shared_buffers_do_not_wait_a_lease_for_a_decode_that_never_answered():
+    """One request that names a dead decode would stop the whole engine for so long."""
+    world = World(1, 1, shared=True)
+    (producer,) = world.producers
+    for wait_s in (UNANSWERED_S, HELLO_RETRY_S):  # the second request finds the silence known
+        world.submit(world.wanted[world.request(4, 0)])
+        job = list(world.jobs.values())[-1]
+        world.step(job, 4), world.step(job, 4)
+        world.network.clear()
+        world.now += wait_s - 0.1
+        producer.tick(world.now)
+        assert not world.may_overwrite(job)
+        world.now += 0.1
+        producer.tick(world.now)
+        assert world.may_overwrite(job)
+        world.network.clear()
+    assert producer.metrics()["transfers_closed.unreachable"] == 2
 
 
 def _hasty_run() -> list[str]:
