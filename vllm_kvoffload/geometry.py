@@ -1,8 +1,7 @@
 """KV geometry of a sparse-attention (DSA) model: layers, index groups, components, bytes.
 
-Computed once from the HF config. This is the only place that turns global layer indices into groups and cache
-indices, and the only one that knows byte sizes. No torch, no vLLM: a config is any object or mapping with the
-HF names.
+Computed from the HF config. Owns the mapping from global layer indices to groups and cache indices, and the
+byte sizes of rows. Imports neither torch nor vLLM: a config is any object or mapping with the HF names.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ _LOGITS_ALIGN = 256  # columns; score kernels pad each row of fp32 logits to 102
 
 
 class GeometryError(ConfigError):
-    """The model's config has no KV geometry that this package can work with."""
+    """The model's config describes no KV geometry that this package supports."""
 
 
 @dataclass(frozen=True)
 class Component:
-    """One tensor of a cache: what each token and layer has in it."""
+    """One tensor of a cache. row_bytes: of one token in one layer."""
 
     name: str
     row_bytes: int
@@ -40,7 +39,7 @@ class Component:
 
 @dataclass(frozen=True)
 class IndexGroup:
-    """Layers that use one top-k choice, in order; `owner` computes it and is the first of them.
+    """Layers that share top-k indices, in order; `owner`, the first of them, computes the indices.
 
     index: position among the model's groups. layers: global layer indices. is_mtp: a group of draft layers.
     """
@@ -52,7 +51,7 @@ class IndexGroup:
 
     @property
     def followers(self) -> tuple[int, ...]:
-        """The layers that reuse the owner's choice."""
+        """The layers that reuse the owner's top-k indices."""
         return self.layers[1:]
 
 
@@ -61,7 +60,8 @@ class KVGeometry:
     """Layers, index groups and byte sizes of one model. MTP layers follow the target's in global indices.
 
     indexer_types: "full" or "shared" for each target layer. types_source: the config key they come from.
-    num_mtp_layers: draft layers with a KV cache. mtp_index_share: later draft steps reuse the first's.
+    num_mtp_layers: draft layers with a KV cache. mtp_index_share: later draft steps reuse the first step's
+        top-k indices.
     main_components, indexer_components: one row, that is one token in one layer, of each cache.
     """
 
@@ -89,11 +89,11 @@ class KVGeometry:
         """Geometry of a model.
 
         layout: main cache, "cpu" (one 576-wide tensor), "ascend" (nope and rope apart) or "fp8" (656 B).
-        dtype: of unquantised caches, a name or a torch dtype; None takes the config's, else bfloat16.
+        dtype: of unquantised caches, a name or a torch dtype; None uses the config's, else bfloat16.
         indexer_layout: "model" (same type as the main cache), "float32", "fp8" (132 B), "int8" (130 B) or
             "mxfp4" (68 B); None is "fp8" under the fp8 layout, else "model".
-        num_speculative_tokens: drafts per step. mtp: they come from the checkpoint's own MTP layers.
-        Raises GeometryError: no sparse indexer, missing or senseless config values, unknown layout.
+        num_speculative_tokens: drafts per step. mtp: drafts come from the checkpoint's own MTP layers.
+        Raises GeometryError: no sparse indexer, missing or invalid config values, unknown layout.
         """
         config = _text_config(hf_config)
         index_topk = _required_int(config, "index_topk", "the model has no sparse attention indexer")
@@ -137,7 +137,7 @@ class KVGeometry:
 
     @cached_property
     def groups(self) -> tuple[IndexGroup, ...]:
-        """All index groups in layer order; MTP layers are a group each, or one in all if drafts share."""
+        """All index groups in layer order. Each MTP layer is a group; with mtp_index_share all form one."""
         members: list[list[int]] = []
         for layer, kind in enumerate(self.indexer_types):
             if kind == "full":
@@ -156,9 +156,9 @@ class KVGeometry:
 
     @cached_property
     def indexer_layers(self) -> tuple[int, ...]:
-        """Global indices of the layers that own an indexer cache: full layers, and each MTP layer.
+        """Global indices of the layers that own an indexer cache: full layers and all MTP layers.
 
-        vLLM builds an indexer, with its cache, in every MTP layer, also where later draft steps skip it.
+        vLLM builds an indexer with a cache in every MTP layer, even where later draft steps skip it.
         """
         full = (layer for layer, kind in enumerate(self.indexer_types) if kind == "full")
         return (*full, *self.mtp_layers)
@@ -176,7 +176,7 @@ class KVGeometry:
         return self._group_by_layer[self.main_index(layer)]
 
     def is_owner(self, layer: int) -> bool:
-        """Whether this layer chooses the top-k of its group."""
+        """Whether this layer computes the top-k indices of its group."""
         return self.group_of(layer).owner == layer
 
     def has_indexer_cache(self, layer: int) -> bool:
@@ -236,20 +236,20 @@ class KVGeometry:
 
     @property
     def bytes_per_token(self) -> int:
-        """What a token costs on the device without offload."""
+        """Device bytes of one token without offload."""
         return self.main_bytes_per_token + self.indexer_bytes_per_token
 
     @property
     def offload_factor(self) -> float:
-        """Tokens with offload per token without, as device memory grows and host memory doesn't bind."""
+        """Limit of tokens with offload / tokens without, for growing device and unlimited host memory."""
         return self.bytes_per_token / self.indexer_bytes_per_token
 
     def indexer_read_bytes(self, context_tokens: int) -> int:
-        """Indexer bytes that one step of the target model, without drafts, reads for a request."""
+        """Indexer bytes that one step of the target model reads for a request, drafts excluded."""
         return self.indexer_types.count("full") * self.indexer_row_bytes * context_tokens
 
     def transfer_bytes(self, tokens: int) -> tuple[int, int]:
-        """(main, indexer) bytes that move when a request of this length goes from prefill to decode."""
+        """(main, indexer) bytes transferred from prefill to decode for a request of this length."""
         return self.main_bytes_per_token * tokens, self.indexer_bytes_per_token * tokens
 
     @staticmethod
@@ -258,7 +258,7 @@ class KVGeometry:
         return 4 * query_rows * -(-context_tokens // _LOGITS_ALIGN) * _LOGITS_ALIGN
 
     def describe(self) -> str:
-        """The start-up line. It has the resolved list, since engines disagree on the defaults behind it."""
+        """The start-up log line. It contains the resolved list, because engines differ in their defaults."""
         full = self.indexer_types.count("full")
         components = "+".join(f"{c.name} {c.row_bytes}" for c in self.main_components)
         indexer = "+".join(f"{c.name} {c.row_bytes}" for c in self.indexer_components)
@@ -276,13 +276,14 @@ class KVGeometry:
 
 
 def resolve_indexer_types(hf_config: object) -> tuple[tuple[IndexerType, ...], str]:
-    """(types of the target layers, where they come from), by the first of these that the config has:
+    """Returns (types of the target layers, their source), from the first of these in the config:
 
-    1. `indexer_types`, a list of "full" and "shared"; 2. `index_topk_pattern`, a string or list of F and S;
+    1. `indexer_types`, a list of "full" and "shared";
+    2. `index_topk_pattern`, a string or list of F and S;
     3. layer i is full iff max(i - offset + 1, 0) % freq == 0, with freq = `index_topk_freq` (1 when absent or
-    0) and
-       offset = `index_skip_topk_offset` (2 when absent).
-    A list may be longer than the model (entries for MTP layers): the rest is ignored.
+       0) and offset = `index_skip_topk_offset` (2 when absent).
+
+    A list may be longer than the model (entries for MTP layers); the extra entries are ignored.
     Raises GeometryError: shared before any full layer, unknown type, list too short, negative frequency.
     """
     config = _text_config(hf_config)

@@ -1,5 +1,5 @@
-"""Host memory of this machine: how much may still be taken, and segments of it that processes share.
+"""Host memory of this machine: how much is still available, and segments that processes share.
 
-Owns `limits` (machine, cgroup, /dev/shm) and `segment` (a reserved piece of shared memory, its name and its
-end). Knows nothing of what is put there: the host pool (`sparse`) and the local store (`store`) use it.
+Owns `limits` (machine, cgroup, /dev/shm) and `segment` (reserved shared memory, its name and its removal).
+Knows nothing about the contents: the host pool (`sparse`) and the local store (`store`) define them.
 """

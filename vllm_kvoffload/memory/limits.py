@@ -10,13 +10,13 @@ import resource
 from pathlib import Path
 from typing import NamedTuple
 
-# Taking the last byte gets somebody killed, most likely us.
+# Using the last byte makes the kernel kill a process, most likely this one.
 HEADROOM_BYTES = 256 << 20
 _NO_LIMIT_BYTES = 1 << 60  # cgroup v1 says "no limit" with a number near 2^63
 
 
 class MemoryLimit(NamedTuple):
-    """One thing that bounds an allocation, and what a user can do about it."""
+    """One bound on an allocation, and how a user can raise it."""
 
     what: str
     available_bytes: int

@@ -1,22 +1,18 @@
-"""One block of shared memory with a name: create, attach, seal, close, and clean-up after processes that
-were killed.
+"""Shared memory segments: create, attach, seal, close, and removal of those that killed processes left.
 
-Owns files named `kvoffload-*` in /dev/shm and their mappings; knows nothing of layers or tensors. How it
-stays clean:
+Owns the files named `kvoffload-*` in /dev/shm and their mappings; knows nothing about layers or tensors.
+Nothing is left behind:
 
-- The memory is reserved (posix_fallocate) as an unnamed file, so being killed meanwhile leaves nothing, and
-memory
-  that is not there is an error at start-up and never a SIGBUS on first touch. Reserved pages read as zero.
-- It gets its name last, with the owner's pid and start time and 128 random bits in it, mode 0600, and an
-flock that
-  the kernel holds for the owner until it is gone.
-- `seal()` removes the name as soon as all have attached. From then on the kernel frees the memory with the
-last
-  process that maps it, however that ends.
-- A process killed between naming and sealing leaves a name. The next start removes it if all agree that it
-is dead:
-  the name (no process of that pid and start time), the flock (which also covers owners in other pid
-  namespaces that share /dev/shm) and the file (regular, owned by this user).
+- The memory is reserved (posix_fallocate) in an unnamed file, so a process killed at that point leaves
+  nothing behind, and missing memory is an error at start-up rather than a SIGBUS on first touch. Reserved
+  pages read as zero.
+- The file gets its name last. The name contains the owner's pid and start time and 128 random bits; the
+  mode is 0600, and the kernel holds an flock for the owner until the owner is gone.
+- `seal()` removes the name once every process has attached. From then on the kernel frees the memory with
+  the last process that maps it, however that process ends.
+- A process killed between naming and sealing leaves a name. The next start removes it if three checks show
+  that the owner is dead: the name (no process with that pid and start time), the flock (which also covers
+  owners in other pid namespaces that share /dev/shm) and the file (regular, owned by this user).
 """
 
 from __future__ import annotations
@@ -59,11 +55,11 @@ _GIB = 1 << 30
 
 
 class SegmentError(RuntimeError):
-    """Base of the errors of the host pool."""
+    """Base class of this module's errors."""
 
 
 class SegmentMemoryError(SegmentError):
-    """The pool does not fit. Attributes: `requested_bytes`, `available_bytes`, `limited_by`."""
+    """The segment does not fit in memory. Attributes: `requested_bytes`, `available_bytes`, `limited_by`."""
 
     def __init__(self, requested_bytes: int, limit: MemoryLimit) -> None:
         super().__init__(
@@ -76,19 +72,19 @@ class SegmentMemoryError(SegmentError):
 
 
 class SegmentFileError(SegmentError):
-    """The pool's file can't be made, for another reason than its size."""
+    """The segment's file can't be created, for a reason other than its size."""
 
 
 class SegmentAttachError(SegmentError):
-    """There is no such segment for this user."""
+    """No segment of that name can be attached by this user."""
 
 
 class SegmentLayoutError(SegmentError):
-    """The segment was made for another layout."""
+    """The segment was created with a different size or description."""
 
 
 class SegmentClosedError(SegmentError):
-    """The pool was closed in this process."""
+    """The segment was closed in this process."""
 
 
 def align_up(nbytes: int) -> int:
@@ -110,7 +106,7 @@ class SharedSegment:
 
     @classmethod
     def create(cls, data_bytes: int, description: str) -> SharedSegment:
-        """Reserve, map and name `data_bytes` of zeroed memory. `description` is what `attach` must repeat.
+        """Reserve, map and name `data_bytes` of zeroed memory. `attach` must pass the same `description`.
 
         Raises SegmentMemoryError, SegmentFileError; nothing is left behind then.
         """
@@ -128,7 +124,7 @@ class SharedSegment:
 
     @classmethod
     def create_unnamed(cls, data_bytes: int, description: str) -> tuple[SharedSegment, int]:
-        """As `create`, without ever giving it a name: others map the file descriptor, which is the caller's.
+        """Like `create`, but never named: other processes map the returned descriptor; the caller owns it.
 
         Raises SegmentMemoryError, SegmentFileError; nothing is left behind then.
         """
@@ -137,7 +133,7 @@ class SharedSegment:
 
     @classmethod
     def attach_fd(cls, fd: int, data_bytes: int, description: str) -> SharedSegment:
-        """Map what `create_unnamed` made, in this process or another. `fd` stays the caller's.
+        """Map a segment made by `create_unnamed` in any process. The caller keeps ownership of `fd`.
 
         Raises SegmentAttachError, SegmentLayoutError (size or description differ from the creator's).
         """
@@ -146,7 +142,7 @@ class SharedSegment:
 
     @classmethod
     def attach(cls, name: str, data_bytes: int, description: str) -> SharedSegment:
-        """Map the segment that another process of this user created.
+        """Map a named segment created by another process of this user.
 
         Raises SegmentAttachError, SegmentLayoutError (size or description differ from the creator's).
         """
@@ -184,14 +180,14 @@ class SharedSegment:
         self._remove_name()
 
     def close(self) -> None:
-        """Let go of the memory and, as the owner, of the name. Idempotent."""
+        """Drop the mapping; in the owner, also remove the name. Idempotent."""
         if self._remove_name is not None:
             self._remove_name()
         self._data = None
 
 
 def _reserved_file(data_bytes: int, description: str) -> tuple[int, npt.NDArray[np.uint8]]:
-    """(descriptor, mapped data) of a locked file without a name."""
+    """Descriptor and mapped data of a new unnamed file, locked."""
     with _explained():
         return _reserve_file(data_bytes, description)
 
@@ -233,7 +229,7 @@ _FIXES |= dict.fromkeys(
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turns an OSError into a SegmentFileError: one line that says what to do."""
+    """Turns an OSError into a SegmentFileError whose one-line message names the fix."""
     try:
         yield
     except OSError as error:
@@ -276,19 +272,19 @@ def _remove_if_abandoned(path: Path) -> bool:
         return False
     try:
         info = os.fstat(fd)
-        if info.st_uid != os.geteuid() or not stat.S_ISREG(info.st_mode):  # root can open anybody's
+        if info.st_uid != os.geteuid() or not stat.S_ISREG(info.st_mode):  # root can open every user's
             return False
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()  # names are never used twice, so this is the file that was examined
         return True
-    except OSError:  # locked: alive; gone: somebody else was faster
+    except OSError:  # locked: the owner is alive; missing: another process removed it first
         return False
     finally:
         os.close(fd)
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; None if there is none or it is only a zombie."""
+    """Start time of a process in clock ticks since boot; None if it doesn't exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -349,15 +345,14 @@ def _check_attachable(fd: int, name: str, expected: bytes) -> None:
 def _give_name(fd: int, name: str) -> None:
     directory = os.open(SHM_DIR, os.O_DIRECTORY | os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # src_dir_fd makes Python call linkat with AT_SYMLINK_FOLLOW, the documented way to name an
-        # O_TMPFILE.
+        # src_dir_fd makes Python call linkat with AT_SYMLINK_FOLLOW: the documented way to name an O_TMPFILE.
         os.link(f"/proc/self/fd/{fd}", SHM_DIR / name, src_dir_fd=directory)
     finally:
         os.close(directory)
 
 
 def _remove_own_name(path: Path, fd: int, owner_pid: int) -> None:
-    """Finalizer of the owner's object: at seal, close, garbage collection or exit, whichever is first."""
+    """Finalizer of the owner's object: runs at the first of seal, close, garbage collection and exit."""
     if os.getpid() == owner_pid:  # a forked child inherits the object, not the segment
         path.unlink(missing_ok=True)
     os.close(fd)

@@ -1,10 +1,9 @@
-"""The one capacity formula of the sparse decode offload (I-8): what fits, on the device and in host memory.
+"""The capacity formula of the sparse decode offload (I-8): how many KV blocks fit on device and host.
 
-The device holds, next to one indexer block per KV block, costs that don't grow with the number of blocks: the
-hot pools, their residency metadata, the plan's output and, on an aggregated engine, the buffers that prefill
-streams through. The host holds one main block per KV block. Whichever runs out first sets the number of
-blocks. The scheduler's blocks, the pools' sizes and `kvoffload size` all come from here; nothing else decides
-what fits.
+The device holds one indexer block per KV block and, at a fixed cost, the hot pools, their residency
+metadata, the plan's output and, on an aggregated engine, the prefill buffers. The host holds one main block
+per KV block. The smaller of the two limits sets the number of blocks. The scheduler's blocks, the pool sizes
+and `kvoffload size` all come from this formula.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _HAND_BYTES = 1
 _HIGH_BYTES = 4
 _INDEX_BYTES = 4
 _PLAN_STATS_BYTES = 48  # six int64 counters
-_CHUNKS = 8  # in which the published plan lists the misses of a query token
+_CHUNKS = 8  # the published plan lists a query token's misses in this many chunks
 
 
 class CapacityError(ConfigError):
@@ -33,15 +32,14 @@ class CapacityError(ConfigError):
 
 @dataclass(frozen=True)
 class CapacityInputs:
-    """Everything the formula depends on.
+    """All inputs of the formula.
 
-    device_bytes: A, what the device can give to KV in all. dram_bytes: host memory for the main KV.
+    device_bytes: A, the device budget for all KV. dram_bytes: host memory for the main KV.
     max_num_seqs: R, rows of the hot pools. topk_buffer_size: P, slots of a row. ways: W, slots of a set.
-    prefill_buffers: layer buffers of max_model_len tokens that prefill streams through on an aggregated
-    engine; 0 on
-        an engine that gets its KV by transfer.
+    prefill_buffers: layer buffers of max_model_len tokens that prefill streams through; 0 with
+        `keep_device_kv_cache`.
     keep_device: the whole main KV stays on the device as well (`keep_device_kv_cache`).
-    delivery: of SparseOffloadConfig; published_plan: compact delivery plans as published.
+    delivery: as in SparseOffloadConfig. published_plan: compact delivery uses the published plan.
     """
 
     geometry: KVGeometry
@@ -69,7 +67,7 @@ class CapacityInputs:
         device_bytes: int,
         prefill_buffers: int,
     ) -> CapacityInputs:
-        """From the options of the offload; the others are the engine's."""
+        """Takes the offload's options from `offload`; the keyword arguments describe the engine."""
         return cls(
             geometry=geometry,
             block_size=block_size,
@@ -100,8 +98,10 @@ class CapacityInputs:
 
     @property
     def plan_bytes(self) -> int:
-        """What a delivery keeps next to the pools: the plan's output, one for all groups (slots of choices,
-        misses and their slots); compact delivery has two, which also say where rows are, and two selections.
+        """Buffers that a delivery keeps beside the pools.
+
+        In-place: one plan output for all groups (slots of the top-k indices, misses and their slots).
+        Compact: two plan outputs, which also hold each row's location, and two selection buffers.
         """
         queries = 1 + self.geometry.num_speculative_tokens
         tokens = self.max_num_seqs * queries
@@ -121,7 +121,7 @@ class CapacityInputs:
 
     @property
     def staging_bytes(self) -> int:
-        """The prefill buffers, each of one layer's main KV of a request of max_model_len, in whole blocks."""
+        """The prefill buffers. Each holds one layer's main KV of max_model_len tokens, in whole blocks."""
         tokens = self.blocks_for(self.max_model_len) * self.block_size
         return self.prefill_buffers * tokens * self.geometry.main_row_bytes
 
@@ -142,11 +142,11 @@ class CapacityInputs:
 
     @property
     def device_bytes_per_block(self) -> int:
-        """What one block costs on the device."""
+        """Device bytes of one block."""
         return self.indexer_bytes_per_block + (self.host_bytes_per_block if self.keep_device else 0)
 
     def blocks_for(self, tokens: int) -> int:
-        """Whole blocks that this many tokens of one request need."""
+        """Number of whole blocks for this many tokens of one request."""
         return -(-tokens // self.block_size)
 
 
@@ -159,16 +159,16 @@ class Budget:
 
     @property
     def dram_gib(self) -> int:
-        """The smallest `dram_size_per_dp_GB` that has them."""
+        """The smallest sufficient `dram_size_per_dp_GB`."""
         return -(-self.dram_bytes // GIB)
 
 
 @dataclass(frozen=True)
 class CapacityPlan:
-    """What fits. All `_bytes` are totals, but for the `_per_block` ones.
+    """The formula's result. All `_bytes` are totals, except the `_per_block` ones.
 
-    num_blocks: KV blocks, vLLM's null block included; tokens and baseline_tokens leave it out.
-    limit: which budget sets num_blocks. baseline_*: the same device budget without offload.
+    num_blocks: KV blocks including vLLM's null block, which tokens and baseline_tokens exclude.
+    limit: the budget that sets num_blocks. baseline_*: for the same device budget without offload.
     """
 
     hot_bytes: int
@@ -203,7 +203,7 @@ class CapacityPlan:
 
     @property
     def logical_bytes(self) -> int:
-        """What vLLM must believe to have: divided by the page bytes of all caches it gives num_blocks."""
+        """Bytes to report so that vLLM's division by the page bytes of all caches yields num_blocks."""
         return self.num_blocks * (self.indexer_bytes_per_block + self.host_bytes_per_block)
 
     @property
@@ -218,12 +218,12 @@ class CapacityPlan:
 
     @property
     def factor(self) -> float:
-        """Tokens with offload per token without it; infinite where nothing fits without."""
+        """Ratio of tokens with offload to tokens without; infinite if none fit without."""
         return self.tokens / self.baseline_tokens if self.baseline_tokens else math.inf
 
 
 def plan_capacity(inputs: CapacityInputs) -> CapacityPlan:
-    """The formula. Raises CapacityError when not even one request of max_model_len fits."""
+    """Applies the formula. Raises CapacityError if not even one request of max_model_len fits."""
     _check_inputs(inputs)
     device_limited = max(inputs.device_bytes - inputs.fixed_bytes, 0) // inputs.device_bytes_per_block
     dram_limited = inputs.dram_bytes // inputs.host_bytes_per_block
@@ -251,7 +251,7 @@ def plan_capacity(inputs: CapacityInputs) -> CapacityPlan:
 
 
 def required_budget(inputs: CapacityInputs, tokens: int) -> Budget:
-    """Exact budgets for `tokens` tokens: one byte less would not do. The budgets in `inputs` don't matter."""
+    """The smallest budgets that hold `tokens` tokens. The budgets in `inputs` are ignored."""
     blocks = inputs.blocks_for(tokens) + 1
     return Budget(
         device_bytes=inputs.fixed_bytes + blocks * inputs.device_bytes_per_block,
@@ -299,7 +299,7 @@ def _dram_too_small(inputs: CapacityInputs, blocks: int) -> CapacityError:
 
 
 def _largest(inputs: CapacityInputs, field: str) -> int:
-    """The largest valid value of `field` below the given one that the device holds; 0 if none."""
+    """The largest valid value of `field` below its current one that fits on the device; 0 if none."""
 
     def fits(value: int) -> bool:
         change: dict[str, Any] = {field: value}

@@ -1,10 +1,9 @@
 """The whole main KV in host memory: one pool per DP rank, shared by its TP ranks.
 
-Rank 0 calls `HostPool.create`, tells the others the name, they call `HostPool.attach`; after a barrier rank
-0 calls
-`seal()`. Every layer and component is one uint8 tensor [num_blocks, block_size, row_bytes], 2 MiB aligned
-in the address space and in the file. Rank 0 writes new rows, all read; who may touch which block when is
-not decided here.
+Rank 0 calls `HostPool.create` and sends the name to the other ranks, which call `HostPool.attach`; after a
+barrier rank 0 calls `seal()`. Each (layer, component) is one uint8 tensor [num_blocks, block_size,
+row_bytes], 2 MiB aligned in the address space and in the file. Rank 0 writes new rows and every rank reads;
+synchronising access to blocks is left to the callers.
 """
 
 from __future__ import annotations
@@ -82,17 +81,17 @@ class HostPoolLayout:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of KV data: what `dram_size_per_dp_GB` limits."""
+        """Bytes of KV data. `dram_size_per_dp_GB` limits this number."""
         return self.num_layers * self.num_blocks * self.block_size * self.row_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Bytes with every (layer, component) rounded up to 2 MiB: what is taken from the machine."""
+        """Bytes reserved on the machine: every (layer, component) rounded up to 2 MiB."""
         return self.num_layers * self._layer_bytes
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 of everything that fixes where a row lies: the same on all ranks of a pool."""
+        """Hex SHA-256 of all fields that determine a row's offset; the same on all ranks of a pool."""
         return hashlib.sha256(self._canonical().encode()).hexdigest()
 
     def component_bytes(self, component: int) -> int:
@@ -147,7 +146,7 @@ class HostPool:
 
     @classmethod
     def create(cls, layout: HostPoolLayout, dram_limit_bytes: int | None = None) -> HostPool:
-        """Reserve the pool's memory and give it a name. Removes what killed processes left first.
+        """Reserve the pool's memory and name it, after removing segments that killed processes left.
 
         `dram_limit_bytes`: from `dram_size_per_dp_GB`, compared with `layout.payload_bytes`.
         Raises SegmentMemoryError before or while reserving, SegmentFileError; nothing is left behind then.
@@ -167,7 +166,7 @@ class HostPool:
 
     @property
     def name(self) -> str:
-        """What `attach` needs; useless once sealed."""
+        """The segment's name, passed to `attach`; no longer valid once sealed."""
         return self._segment.name
 
     @property
@@ -194,15 +193,15 @@ class HostPool:
         return [MemoryRange(base + start, nbytes) for start, nbytes in self.layout.chunks(max_bytes)]
 
     def seal(self) -> None:
-        """Remove the name: rank 0 calls this when every rank has attached. Idempotent.
+        """Remove the name. Rank 0 calls this once every rank has attached. Idempotent.
 
-        From then on the memory is freed with the last process, even after SIGKILL. Raises SegmentError on
-        others.
+        From then on the memory is freed when the last process ends, even by SIGKILL. Raises SegmentError on
+        ranks other than the creator.
         """
         self._segment.seal()
 
     def close(self) -> None:
-        """Let go of the pool; the owner removes the name as well. Idempotent."""
+        """Drop the mapping; in the owner, also remove the name. Idempotent."""
         self._segment.close()
 
     def __enter__(self) -> HostPool:
