@@ -47,9 +47,9 @@ class SparseOffloadConfig:
     policy: which of a set's slots gives way to a missing row.
     delivery: how attention gets the chosen rows: "in_place" in the hot pool itself, "compact" (slower, there
         to compare with published behaviour) in a copy from which the pool is refilled afterwards.
-    prefill_buffers: layer buffers that prefill streams through on an engine without KV transfer.
-    trace_path: new file that the chosen top-k ids are recorded in (see `kvoffload trace`); "" for none. A DP
-        rank n other than 0 adds ".dpn" to the name.
+    prefill_buffers: layer buffers that prefill streams through; a decode engine uses them to recompute.
+    trace_path: new file to record top-k ids in (see `kvoffload trace`); "" for none. A DP rank n other than 0
+        adds ".dpn" to the name.
     """
 
     enabled: bool = False

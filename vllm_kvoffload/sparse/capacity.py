@@ -1,9 +1,9 @@
 """The capacity formula of the sparse decode offload (I-8): how many KV blocks fit on device and host.
 
 The device holds one indexer block per KV block and, at a fixed cost, the hot pools, their residency
-metadata, the plan's output and, on an aggregated engine, the prefill buffers. The host holds one main block
-per KV block. The smaller of the two limits sets the number of blocks. The scheduler's blocks, the pool sizes
-and `kvoffload size` all come from this formula.
+metadata, the plan's output and the prefill buffers. The host holds one main block per KV block. The smaller
+of the two limits sets the number of blocks. The scheduler's blocks, the pool sizes and `kvoffload size` all
+come from this formula.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Compact delivery: attention reads a contiguous copy of the chosen rows; the pool is refilled afterwards.
+"""Compact delivery: attention reads a contiguous copy of the top-k rows; the pool is refilled afterwards.
 
-It is there to reproduce and compare published behaviour. A layer's rows, hits included, are gathered into a
-selection buffer; while attention works on it, a side stream installs the misses into the hot pool. With the
-``fifo`` policy and 16 ways the plan is the published one to the letter (`ops.conformance`), which changes no
-residency until the group's last layer has been served; else it is our own plan.
+Exists to reproduce and compare published behaviour. A layer's rows, hits included, are gathered into a
+selection buffer; while attention reads the buffer, a side stream installs the misses into the hot pool. With
+the ``fifo`` policy and 16 ways the plan is exactly the published one (`ops.conformance`), which changes no
+residency until the group's last layer has been served; otherwise it is this project's own plan.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BUFFERS = 2
 
 
 class Planner(Protocol):
-    """Plans a group's step, into buffers that stay as they are until the next plan."""
+    """Plans a group's step into buffers that stay valid until the next plan."""
 
     kinds: torch.Tensor
     miss_positions: torch.Tensor
@@ -39,10 +39,10 @@ class Planner(Protocol):
     def plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState, stats: OffloadStats) -> None: ...
 
     def reads_own_rows(self, step: StepState) -> bool:
-        """Whether a miss may be a row that this very step writes."""
+        """Whether a miss may be a row written in this step."""
 
     def commit(self, pool: GroupPool, step: StepState, rows: torch.Tensor) -> None:
-        """After the group's last layer was installed. ``rows``: int32 [N'], -1 for those to be left alone."""
+        """Called after the group's last install. ``rows``: int32 [N'], -1 for rows to leave unchanged."""
 
     def new_slots(self) -> torch.Tensor | None:
         """int32 [T], slots of the step's new tokens; None when they are not kept."""
@@ -52,7 +52,7 @@ class Planner(Protocol):
 
 
 class OwnPlanner:
-    """The in-place plan, which also says where attention finds what."""
+    """The in-place plan, extended by the location of each row for the gather."""
 
     def __init__(self, max_tokens: int, max_requests: int, topk: int, max_query_len: int) -> None:
         self._out = out = ops.PlanOut(max_tokens, max_requests, topk, max_query_len, compact=True)
@@ -76,7 +76,7 @@ class OwnPlanner:
         return False
 
     def commit(self, pool: GroupPool, step: StepState, rows: torch.Tensor) -> None:
-        pass  # the plan did it
+        pass  # the plan has already updated the residency
 
     def new_slots(self) -> torch.Tensor | None:
         return self._out.new_slots
@@ -87,7 +87,7 @@ class OwnPlanner:
 
 
 class PublishedPlanner:
-    """The published plan. It keeps no new tokens, and takes token 0 for old even in its own step."""
+    """The published plan. It keeps no new tokens, and treats token 0 as old even in the step that adds it."""
 
     def __init__(
         self, max_tokens: int, max_requests: int, topk: int, max_query_len: int, max_model_len: int
@@ -112,7 +112,7 @@ class PublishedPlanner:
         slots = (numbers + step.token_rows.long().unsqueeze(1) * pool.residency.tags[0].numel())[
             kinds == ops.Kind.POOL_HIT
         ]
-        stats.hits += np.unique(slots.numpy()).size  # once for each row, as everywhere
+        stats.hits += np.unique(slots.numpy()).size  # each row counts once, as in the other plans
         stats.misses += int(self.miss_counts[: len(step.decode_rows)].sum())
 
     def reads_own_rows(self, step: StepState) -> bool:
@@ -141,13 +141,13 @@ class PublishedPlanner:
 
 
 class CompactDelivery(HostDelivery):
-    """Attention reads selection buffers, into which a layer's chosen rows are gathered.
+    """Gathers a layer's top-k rows into a selection buffer, from which attention reads.
 
     Args:
         parts: pools and streams.
         geometry: layers and row bytes.
         max_query_len: query tokens of a request in a step. max_model_len: longest request, tokens.
-        published: plan as published.
+        published: use the published plan.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class CompactDelivery(HostDelivery):
         planner.plan(pool, chosen, step, self._parts.stats)
         kinds = planner.kinds[: len(chosen), :, 0]
         found = (kinds >= ops.Kind.POOL_HIT) & (kinds <= ops.Kind.DECODE_WINDOW)
-        # A query token's row of the selection has its chosen rows in the order of its top-k ids.
+        # A query token's row of the selection holds its top-k rows in the order of its top-k ids.
         places = torch.arange(kinds.shape[1]).expand_as(kinds)
         owners = torch.arange(len(chosen), dtype=torch.int32)
         return PoolChoice(places.masked_fill(~found, -1), owners, kinds.shape[1])
@@ -228,7 +228,7 @@ class CompactDelivery(HostDelivery):
         return sum(s.nbytes for s in self._selections) + sum(p.nbytes for p in self._planners)
 
     def _await(self, layer: int) -> None:
-        """Waits until a layer's last install is done: its pool, plan and selection are free then."""
+        """Waits for a layer's last install, after which its pool, plan and selection are free."""
         event = self._installed.get(layer)
         if event is not None:
             event.wait(self._parts.deadline_s)

@@ -1,4 +1,4 @@
-"""How the rows that a plan names get to attention.
+"""Deliveries: bring the rows named by a plan to attention.
 
 ``in_place``: attention reads the hot pool itself; only misses and the step's new rows are copied.
 ``compact``: see :mod:`vllm_kvoffload.sparse.compact`.
@@ -27,7 +27,7 @@ from vllm_kvoffload.trace.recorder import TraceRecorder
 
 @dataclass(frozen=True)
 class DecodeParts:
-    """What a delivery works on. recorder: gets the decoding requests' top-k ids, None for no trace."""
+    """Dependencies of a delivery. recorder: gets the decoding requests' top-k ids, None for no trace."""
 
     store: HostStore
     hot: HotPool
@@ -39,10 +39,10 @@ class DecodeParts:
 
 
 class Delivery(ABC):
-    """Decode's way from top-k ids to rows, for all layers of one worker.
+    """Turns top-k ids into rows for decode, for all layers of one worker.
 
-    Owns the life of an index group within a step: the owner's layer plans it, every layer of the group is
-    served from that plan, and when a step fails in between, what the plan made resident is forgotten.
+    Owns the life of an index group within a step: the owner layer plans it, and every layer of the group is
+    served from that plan. If the step fails in between, the rows that the plan made resident are reset.
     """
 
     def __init__(self, parts: DecodeParts) -> None:
@@ -52,15 +52,15 @@ class Delivery(ABC):
         self._unserved: dict[int, int] = {}  # by group: layers without the rows that its plan made resident
 
     def deliver(self, layer: int, topk: torch.Tensor, new_rows: Rows, step: StepState) -> AttendPart:
-        """What attention of the decoding query tokens reads in a layer.
+        """Delivers one layer's rows for the decoding query tokens, planning first if it owns its group.
 
         Args:
-            topk: int32 [T, K], top-k ids of all query tokens. new_rows: the step's rows of the layer, [T],
-                which must not change any more.
+            topk: int32 [T, K], top-k ids of all query tokens. new_rows: the step's rows of the layer, [T];
+                the caller must not change them afterwards.
 
         Raises:
-            RuntimeError: a follower's group wasn't the last to be planned in this step.
-            TaskFailedError, WaitTimeoutError: rows are missing.
+            RuntimeError: the layer is a follower and its group isn't the last one planned in this step.
+            TaskFailedError, WaitTimeoutError: rows could not be fetched.
         """
         pool, row_ops = self._parts.hot.pool_of(layer), self._parts.store.row_ops
         if layer == pool.group.owner:
@@ -85,24 +85,24 @@ class Delivery(ABC):
 
     @property
     def unserved(self) -> set[int]:
-        """Groups that were planned in a step and whose layers have not all been served."""
+        """Groups that are planned but not yet served in all layers."""
         return {group for group, layers in self._unserved.items() if layers}
 
     def begin_graph(self, layers: Sequence[int]) -> None:
-        """A graph is about to serve the groups of these layers, or to be captured from them."""
+        """Called before a graph of these layers is launched or captured."""
         for pool in self._parts.hot.groups:
             if pool.group.owner in layers:
                 self._unserved[pool.group.index] = len(pool.group.layers)
 
     def end_graph(self) -> None:
-        """It has been launched, and every layer is served."""
+        """Called after the launch: marks every layer as served."""
         self._unserved.clear()
 
     def settle(self, leases: Sequence[RowLease]) -> None:
-        """Between steps: waits for all copies in flight, and undoes what a step that failed left behind.
+        """Called between steps: waits for all copies in flight and cleans up after a failed step.
 
-        A plan marks rows as resident before the group's layers have fetched them: the residency of these
-        leases' rows is reset wherever that did not happen.
+        A plan marks rows as resident before the group's layers have fetched them. Where a fetch is missing,
+        this resets the residency of the leases' rows.
 
         Raises:
             WaitTimeoutError: a copy is stuck.
@@ -119,27 +119,27 @@ class Delivery(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Device bytes of buffers of its own."""
+        """Device bytes of the delivery's own buffers."""
 
     @abstractmethod
     def _chosen(self, topk: torch.Tensor, step: StepState) -> torch.Tensor:
-        """int32 [T', K], top-k ids of the decoding query tokens, where plans are made."""
+        """int32 [T', K], top-k ids of the decoding query tokens, on the device that plans."""
 
     @abstractmethod
     def _plan(self, pool: GroupPool, chosen: torch.Tensor, step: StepState) -> PoolChoice:
-        """Plans a group's step. The result counts until the next plan."""
+        """Plans a group's step. The result is valid until the next plan."""
 
     @abstractmethod
     def _serve(self, layer: int, pool: GroupPool, new_rows: Rows, step: StepState) -> Rows:
-        """Brings a layer's rows to where its plan says; returns the pool that `_plan` spoke of, as bytes."""
+        """Copies a layer's rows to their planned slots; returns the pool that the plan refers to, as bytes."""
 
     @abstractmethod
     def _tokens(self, step: StepState) -> torch.Tensor:
-        """int [T'], query tokens of the step that decode, where attention needs them."""
+        """int [T'], the decoding query tokens of the step, on attention's device."""
 
     @abstractmethod
     def _join(self) -> bool:
-        """Waits for all copies in flight. False when rows of the hot pools are not what residency says.
+        """Waits for all copies in flight. False if the hot pools may disagree with their residencies.
 
         Raises:
             WaitTimeoutError: a copy is stuck.
@@ -147,7 +147,7 @@ class Delivery(ABC):
 
 
 class HostDelivery(Delivery):
-    """A delivery whose plans are made on the host."""
+    """A delivery that plans on the host."""
 
     def _chosen(self, topk: torch.Tensor, step: StepState) -> torch.Tensor:
         return topk.index_select(0, step.decode_tokens.to(topk.device)).cpu()
@@ -158,9 +158,9 @@ class HostDelivery(Delivery):
 
 @dataclass(frozen=True)
 class DevicePlanning:
-    """Plans that a platform makes on its device instead of the host.
+    """Makes a platform plan on its device instead of the host.
 
-    device: where residencies are kept. delivery: makes the delivery that plans there.
+    device: holds the residencies. delivery: factory of the delivery that plans there.
     """
 
     device: torch.device
@@ -178,7 +178,7 @@ def count_plan(stats: OffloadStats, plan: ops.PlanOut) -> int:
 
 
 class InPlaceDelivery(HostDelivery):
-    """Attention reads the hot pool itself; only misses and new rows are copied, followers' misses early."""
+    """Attention reads the hot pool directly. Copies misses and new rows; prefetches the followers' misses."""
 
     def __init__(self, parts: DecodeParts, index_topk: int, max_query_len: int) -> None:
         super().__init__(parts)
@@ -187,7 +187,7 @@ class InPlaceDelivery(HostDelivery):
         self._out = ops.PlanOut(rows * max_query_len, rows, index_topk, max_query_len)
         self._workspace = ops.Workspace()
         self._prefetch = FollowerPrefetch(parts.store, parts.hot, parts.rows, parts.runtime, parts.deadline_s)
-        self._misses = 0  # of the plan
+        self._misses = 0  # of the current plan
 
     def _plan(self, pool: GroupPool, chosen: torch.Tensor, step: StepState) -> PoolChoice:
         ops.dsa_plan(
@@ -210,7 +210,8 @@ class InPlaceDelivery(HostDelivery):
                 store.await_layer(layer)
             fetched = fetch_misses(store, hot, layer, step, plan, step.decode_rows)
         self._parts.stats.fetched_bytes += fetched
-        # A late prefix isn't in the host pool yet. With nothing to fetch, waking a thread is all it would do.
+        # A prefix computed in this step is not there yet. Without misses, a prefetch would only wake
+        # a thread.
         if layer == pool.group.owner and self._misses and not step.decode_late:
             self._prefetch.start(pool.group.layers[1:], plan, step)
         rows, row_ops = hot.layers[layer], store.row_ops

@@ -1,12 +1,12 @@
-"""Writes of new main KV rows into the host pool, asynchronously, and the waits they need.
+"""Asynchronous writes of new main KV rows into the host pool, and the waits that readers need.
 
-A row is written once, by TP rank 0, on the ``d2h`` stream. Three readers must not come too early:
+TP rank 0 writes each row once, on the ``d2h`` stream. Three kinds of reader must wait for the write:
 
-- the next step: :meth:`HostStore.begin_step` joins all writes of the previous one;
+- the next step: :meth:`HostStore.begin_step` joins all writes of the previous step;
 - another TP rank in the next step: it can't pass that step's first collective before rank 0 has joined.
-  Whoever reads before that collective calls :meth:`HostStore.await_ranks`;
-- a request that hit a prefix which another request computes *in the same step*: vLLM publishes block hashes
-  when it schedules, not when the rows exist. Such readers call :meth:`HostStore.await_layer` first.
+  A reader that runs before that collective calls :meth:`HostStore.await_ranks`;
+- a request that hits a prefix computed by another request *in the same step*: vLLM publishes block hashes
+  when it schedules, before the rows exist. Such readers call :meth:`HostStore.await_layer` first.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ STREAM = "d2h"
 
 
 class HostStore:
-    """The host pool's rows by layer, and who may read them when.
+    """The host pool's rows by layer, with their pending writes.
 
     Args:
         layers: for each layer the rows [num_blocks, block_size] in host memory.
-        runtime: owner of the write stream.
+        runtime: provides the write stream.
         writer: whether this rank writes (TP rank 0) or only reads.
         barrier: collective over the TP ranks, None for a single rank.
-        deadline_s: bound of every wait.
-        row_ops: how rows are moved, None for uint8 tensors [num_blocks, block_size, row_bytes].
+        deadline_s: limit of every wait.
+        row_ops: copies rows; None for uint8 tensors [num_blocks, block_size, row_bytes].
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class HostStore:
         self._written: list[Event | None] = [None] * len(layers)
 
     def begin_step(self) -> None:
-        """Joins the previous step's writes: from here on all of its rows are in the host pool."""
+        """Joins the previous step's writes: afterwards all of its rows are in the host pool."""
         self.join()
         self._written = [None] * len(self.layers)
 
@@ -64,10 +64,10 @@ class HostStore:
             self.await_own_writes(layer)
 
     def write(self, layer: int, rows: Rows, slot_mapping: torch.Tensor) -> None:
-        """Queues the step's new rows of a layer, [T] as bytes, which nobody may change any more.
+        """Queues a write of the step's new rows of a layer, [T] as bytes; they must not change afterwards.
 
-        ``slot_mapping``, int64 [T], is copied: vLLM fills that buffer with the next step's slots before it
-        gets to :meth:`begin_step`.
+        ``slot_mapping``, int64 [T], is copied, because vLLM fills that buffer with the next step's slots
+        before :meth:`begin_step` runs.
         """
         if not self.writer:
             return
@@ -79,7 +79,7 @@ class HostStore:
         self.bytes_written += len(slots) * self.row_ops.row_bytes(rows)
 
     def written_on_device(self, layers: range, count: int) -> None:
-        """A graph that the compute stream was given writes a step's new rows, ``count`` in each layer."""
+        """Records that a graph launched on the compute stream writes ``count`` new rows in each layer."""
         if not self.writer:
             return
         event = self._compute.record("host rows")
@@ -94,7 +94,7 @@ class HostStore:
             event.wait(self._deadline_s)
 
     def await_ranks(self) -> None:
-        """Waits until every rank has begun the step: all rows of earlier steps are then in the host pool."""
+        """Waits until every rank has begun the step; all rows of earlier steps are then in the host pool."""
         if self._barrier is not None:
             self._barrier()
 

@@ -1,4 +1,4 @@
-"""The device side of sparse decode: hot rows of every layer, and one residency per index group."""
+"""The device side of sparse decode: hot rows of every layer and one residency per index group."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vllm_kvoffload.sparse.row_ops import RowOps, Rows, TensorRows
 
 @dataclass(frozen=True, eq=False)
 class GroupPool:
-    """What the layers of one index group share.
+    """State shared by the layers of one index group.
 
     Attributes:
         group: the layers.
-        residency: which token is in which slot of which row.
+        residency: maps tokens to slots, for each row.
     """
 
     group: IndexGroup
@@ -29,11 +29,11 @@ class HotPool:
 
     Args:
         geometry: layers and groups.
-        num_rows: R, most requests that decode at once.
+        num_rows: R, maximum number of concurrently decoding requests.
         num_slots: P, slots of a row.
         ways: W. policy: name of the replacement policy.
-        row_ops: how rows are kept, None for plain memory.
-        device: where the residencies are: that of the plans.
+        row_ops: allocates rows; None for plain memory.
+        device: holds the residencies; the plans run there.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class HotPool:
         return self.groups[self._group_of[layer]]
 
     def reset_row(self, row: int) -> None:
-        """Forgets a row's tokens in every group: its next owner starts cold."""
+        """Clears a row's residency in every group, so that its next owner starts cold."""
         for pool in self.groups:
             pool.residency.reset_row(row)
 
     def forget_beyond(self, row: int, length: int, layers: range) -> None:
-        """Empties a row of every group of ``layers`` that may hold tokens at positions ``length`` and up."""
+        """Clears a row's residency in the groups of ``layers`` that may hold positions >= ``length``."""
         for pool in self.groups:
             if pool.group.owner in layers and pool.residency.high[row] > length:
                 pool.residency.reset_row(row)

@@ -1,9 +1,9 @@
 """Sparse decode offload of one worker: pools, rows of live requests, and the state of the current step.
 
-A request's way through a step: :meth:`SparseKVManager.begin_step` sorts the batch into decode and prefill
-and gives every decoding request its row; each layer's :class:`~vllm_kvoffload.sparse.offloaded.OffloadedKV`
-then serves attention, decode through a :class:`~vllm_kvoffload.sparse.delivery.Delivery`, prefill through a
-:class:`~vllm_kvoffload.sparse.prefill_stream.PrefillStream`. :meth:`release` gives everything back.
+:meth:`SparseKVManager.begin_step` splits the batch into decode and prefill and assigns rows to decoding
+requests. Each layer's :class:`~vllm_kvoffload.sparse.offloaded.OffloadedKV` then serves attention: decode
+through a :class:`~vllm_kvoffload.sparse.delivery.Delivery`, prefill through a
+:class:`~vllm_kvoffload.sparse.prefill_stream.PrefillStream`. :meth:`SparseKVManager.release` frees the rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vllm_kvoffload.sparse.step_state import PrefillSpan, StepState
 from vllm_kvoffload.trace.recorder import TraceRecorder
 
 DEADLINE_S = 60.0
-"""Bound of every wait for a copy; copies take milliseconds, so this only ends what is stuck."""
+"""Limit of every wait for a copy. Copies take milliseconds, so only a stuck copy reaches it."""
 
 
 class SparseKVManager:
@@ -39,16 +39,16 @@ class SparseKVManager:
     Args:
         geometry: layers, groups, row bytes.
         config: validated options.
-        max_num_seqs: most requests in a step; max_model_len: longest request, tokens.
-        prefill_buffers: buffers that prefill streams through; 0 where no prefill reads the host pool.
+        max_num_seqs: maximum requests in a step; max_model_len: longest request, tokens.
+        prefill_buffers: buffers that prefill streams through; 0 if prefill never reads the host pool.
         host_layers: for each layer the rows [num_blocks, block_size] of the host pool.
-        block_size: tokens of a block; None takes it from the shape of uint8 host rows.
-        runtime: streams for the copies.
+        block_size: tokens per block; None derives it from the shape of uint8 host rows.
+        runtime: provides the streams for the copies.
         writer: whether this rank writes the host pool.
         barrier: collective over TP ranks, None for one.
-        recorder: gets the decoding requests' choices, None for nobody.
-        row_ops: how rows are kept and moved, None for uint8 tensors in plain memory.
-        planning: how decode is planned on the device, None for on the host.
+        recorder: gets the decoding requests' top-k ids; None for no trace.
+        row_ops: allocates and copies rows; None for uint8 tensors in plain memory.
+        planning: makes decode plan on the device; None plans on the host.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class SparseKVManager:
 
     @property
     def stats(self) -> OffloadStats:
-        """Totals so far."""
+        """Totals since start."""
         self._stats.prefill_bytes = self.prefill.bytes_loaded
         self._stats.written_bytes = self.store.bytes_written
         return self._stats
@@ -128,16 +128,16 @@ class SparseKVManager:
 
     @property
     def in_graph(self) -> bool:
-        """Whether the current step runs in a graph. A dummy batch may come before any step."""
+        """Whether the current step runs in a graph; False before the first step, for dummy batches."""
         return self._step is not None and self._step.in_graph
 
     def begin_step(self, batch: StepBatch) -> None:
-        """Sorts a batch and prepares its copies. Called once before the target's first layer runs.
+        """Splits a batch and prepares its copies. Called once before the target's first layer runs.
 
-        The step before may have failed anywhere in its forward pass; the same batch may then come again.
+        The previous step may have failed anywhere in its forward pass, and its batch may be repeated.
 
         Raises:
-            TaskFailedError: a host write of an earlier step failed. Its rows are lost, so this stays.
+            TaskFailedError: a host write of an earlier step failed. Its rows are lost, so the error persists.
             WaitTimeoutError: copies of an earlier step are stuck.
         """
         self.store.begin_step()
@@ -147,30 +147,30 @@ class SparseKVManager:
         self._stats.decode_steps += bool(self.step.decode.size)
 
     def begin_draft(self, batch: StepBatch, index: int) -> None:
-        """The same for one of a step's draft passes, number ``index``, in which the MTP layer runs.
+        """Begins draft pass ``index`` of a step, which runs the MTP layer.
 
-        Draft 0 runs over the target's batch, later ones over one token of each request. What a pass reads
-        of an earlier one is its own layer's; writes of the other layers go on meanwhile.
+        Draft 0 covers the target's batch, later drafts one token of each request. A pass reads earlier rows
+        of its own layer only, so writes of the other layers may still be in flight.
 
         Raises: as :meth:`begin_step`.
         """
         layer = self.geometry.num_target_layers
         self.store.await_own_writes(layer)
         self._settle()
-        # Only in draft 0 can a prefix be computed by the same pass, as in the step's target pass.
+        # Only draft 0, like the target pass, can contain a prefix that is computed in the same pass.
         self._begin(batch, range(layer, layer + 1), self.step.fresh if index == 0 else ())
 
     def begin_dummy_step(self) -> None:
-        """Begins a step without requests: profiling, graph capture, an idle DP rank. Raises: as above."""
+        """Begins a step with no requests (profiling, graph capture, idle DP rank). Raises: as above."""
         self.store.begin_step()
         self._settle()
         self._step = StepState.dummy()
         self._pass_layers = range(self.geometry.num_target_layers)
 
     def enter_graph(self, requests: int) -> StepState:
-        """A graph of so many requests is about to run the layers of the step, or to be captured from them.
+        """Prepares the launch or capture of a graph for ``requests`` requests; returns the padded step.
 
-        As long as :meth:`leave_graph` isn't called, the step has failed.
+        The step counts as failed until :meth:`leave_graph` is called.
         """
         self._step = step = self.step.padded(requests, self.max_query_len)
         self._step_done = False
@@ -178,7 +178,7 @@ class SparseKVManager:
         return step
 
     def leave_graph(self) -> None:
-        """After the launch: does the layers' bookkeeping on the host in one go."""
+        """Called after the launch: does the per-layer host bookkeeping in one go."""
         self.delivery.end_graph()
         self.store.written_on_device(self._pass_layers, len(self.step.leases) * self.max_query_len)
         self._step_done = True
@@ -198,7 +198,7 @@ class SparseKVManager:
             self.prefill.begin_step(requests, layers)
 
     def _settle(self) -> None:
-        """Undoes what a step that failed half-way left behind, so that its requests can run again."""
+        """Cleans up after a partly executed step, so that its requests can run again."""
         self.delivery.settle(self._step.leases if self._step is not None else ())
         if not self._step_done:
             self._seen.difference_update(self.step.fresh)
@@ -244,9 +244,9 @@ class SparseKVManager:
         return lease
 
     def _forget_rewritten(self, batch: StepBatch) -> None:
-        """Drops hot rows that a prefill makes stale; for decode the plan does this (I-2).
+        """Drops hot rows that a prefill overwrites; for decode the plan does this (I-2).
 
-        A session that goes on with a long input prefills over the positions of its last rejected drafts.
+        A session that continues with a long input prefills over the positions of its last rejected drafts.
         """
         for span in self.step.prefill:
             lease = self.rows.lookup(batch.req_ids[span.request])
@@ -254,10 +254,10 @@ class SparseKVManager:
                 self.hot.forget_beyond(lease.row, span.computed, self._pass_layers)
 
     def _free_idle_row(self, batch: StepBatch) -> None:
-        """Takes a row from a request that doesn't run now, the one that got its row first.
+        """Frees the row of a request outside this batch: of those, the one that has held its row longest.
 
-        A session that waits for more input is neither running nor finished: it doesn't count against
-        max_num_seqs, but has a row. Losing it costs a cold start, nothing else.
+        A session that waits for more input is neither running nor finished: it doesn't count towards
+        max_num_seqs, but holds a row. Losing the row only costs it a cold start.
         """
         active = set(batch.req_ids)
         idle = next((req_id for req_id in self.rows.live if req_id not in active), None)
@@ -266,9 +266,9 @@ class SparseKVManager:
 
     @staticmethod
     def _late_requests(batch: StepBatch, fresh: tuple[str, ...]) -> npt.NDArray[np.bool_]:
-        """Which requests have a prefix that another request writes in this step.
+        """Mask of the requests whose prefix is computed by another request in this step.
 
-        Only a request's first step can: afterwards its prefix is its own, or was complete before.
+        Only a request's first step can have one: later its prefix is its own, or was complete before.
         """
         late = np.zeros(batch.num_requests, dtype=np.bool_)
         if not fresh or batch.num_requests == 1:
@@ -285,13 +285,13 @@ class SparseKVManager:
         return late
 
     def finish_layer(self, layer: int) -> None:
-        """Attention of a layer is done in this step."""
+        """Called when a layer's attention is done in this step."""
         if layer == self._pass_layers[-1]:
             self._step_done = True
 
     def release(self, req_ids: Iterable[str]) -> None:
-        """Frees the rows of requests that finished, were aborted or preempted. Unknown ids are fine."""
-        self._settle()  # before a row gets another owner, nothing may be on its way to it
+        """Frees the rows of requests that finished, were aborted or preempted. Unknown ids are ignored."""
+        self._settle()  # no copy may still be writing to a row when it gets a new owner
         for req_id in req_ids:
             self._seen.discard(req_id)
             if self.rows.lookup(req_id) is not None:
@@ -299,5 +299,5 @@ class SparseKVManager:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory in use here: hot rows, residencies, buffers. Indexer caches are vLLM's."""
+        """Device bytes of hot rows, residencies and buffers; vLLM owns the indexer caches."""
         return self.hot.nbytes + self.delivery.nbytes + self.prefill.nbytes

@@ -1,4 +1,4 @@
-"""Main KV of one layer under offload: rows come from the hot pool (decode) or the prefill buffers."""
+"""Main KV of one layer with offload: serves rows from the hot pool (decode) or the prefill buffers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class OffloadedKV:
     """A :class:`~vllm_kvoffload.sparse.step.LayerKV` over host pool, hot pool and prefill buffers.
 
     Args:
-        manager: owner of the pools and of the step's state.
+        manager: owns the pools and the step's state.
         layer: layer index.
-        device: with ``keep_device_kv_cache``, the paged cache that is kept as well; prefill reads it, and
-            every row that decode takes from the hot pool is compared with it.
+        device: with ``keep_device_kv_cache``, the paged cache kept in addition. Prefill reads it, and every
+            row that decode reads from the hot pool is compared with it.
     """
 
     def __init__(self, manager: SparseKVManager, layer: int, device: PagedKV | None = None) -> None:
@@ -35,7 +35,7 @@ class OffloadedKV:
         self._new_rows = rows
         if self._device is not None:
             self._device.append(rows, slot_mapping)
-        if not self._manager.in_graph:  # there the delivery does it
+        if not self._manager.in_graph:  # in a graph the delivery does it
             self._manager.store.write(self._layer, self._row_ops.as_bytes(rows), slot_mapping)
 
     def parts(self, topk: torch.Tensor, batch: StepBatch) -> Iterator[AttendPart]:
@@ -53,7 +53,7 @@ class OffloadedKV:
             self._row_ops.place(buffer, span.computed, self._row_ops.as_bytes(self._new_rows), fresh)
             rows = self._row_ops.attended(buffer, self._new_rows)
             yield AttendPart(tokens, rows, choice, length=span.length)
-            # Not in a `finally`: there is nothing to load ahead for a step whose attention failed.
+            # Not in a `finally`: after a failed attention there is nothing to load ahead.
             self._manager.prefill.close()
         self._new_rows = _NO_ROWS  # 78 layers' rows of a long prefill are as big as what offload saves
         self._manager.finish_layer(self._layer)

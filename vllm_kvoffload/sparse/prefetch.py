@@ -1,8 +1,8 @@
-"""Exact prefetch: a group's plan says what its follower layers will miss, so their fetches start with it.
+"""Exact prefetch of the follower layers' misses, which the group's plan lists.
 
-Nothing is guessed. The owner's plan names the misses of every layer of its group; while owner and followers
-compute, a side stream brings the followers' rows from the host pool, and each follower waits for its own
-event only.
+The owner's plan names the misses of every layer of its group, so no prediction is involved. While owner and
+followers compute, a side stream fetches the followers' rows from the host pool; each follower waits only for
+its own event.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ STREAM = "prefetch"
 def fetch_misses(
     store: HostStore, hot: HotPool, layer: int, step: StepState, plan: ops.PlanOut, rows: torch.Tensor
 ) -> int:
-    """Brings a plan's misses of one layer into their slots; returns the bytes. Negative rows are skipped."""
+    """Copies a plan's misses of one layer into their slots; returns the bytes. Skips negative rows."""
     host, slots = store.layers[layer], hot.layers[layer]
     return store.row_ops.serve(host, slots, step.decode_block_table, rows, plan)
 
 
 class FollowerPrefetch:
-    """Fetches of the follower layers, in flight.
+    """The follower layers' fetches in flight.
 
     Args:
-        store: the host pool. hot: where rows go. rows: who owns which row.
-        runtime: owner of the prefetch stream.
-        deadline_s: bound of every wait.
+        store: the host pool. hot: the target of the copies. rows: the row leases.
+        runtime: provides the prefetch stream.
+        deadline_s: limit of every wait.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class FollowerPrefetch:
         self._fetched: dict[int, int] = {}
 
     def start(self, followers: Sequence[int], plan: ops.PlanOut, step: StepState) -> None:
-        """Queues the layers' fetches. The plan must stay as it is until they are taken or joined."""
+        """Queues the layers' fetches. The plan must not change until they are taken or joined."""
         if not followers:
             return
         self._stream.wait_event(self._compute.record("plan, and last use of the slots it gives away"))
@@ -60,20 +60,20 @@ class FollowerPrefetch:
             self._events[layer] = self._stream.record(f"misses of layer {layer}")
 
     def take(self, layer: int) -> int | None:
-        """Waits until a layer's misses are in their slots. Bytes fetched; None when nothing was queued.
+        """Waits for a layer's fetch. Returns the bytes fetched, or None if no fetch was queued.
 
         Raises:
-            TaskFailedError, WaitTimeoutError: the rows are not there.
+            TaskFailedError, WaitTimeoutError: the rows could not be fetched.
         """
         event = self._events.get(layer)
         if event is None:
             return None
         event.wait(self._deadline_s)
-        del self._events[layer]  # only now: a fetch that is stuck must be joined before its slots are reused
+        del self._events[layer]  # after the wait: a stuck fetch must be joined before its slots are reused
         return self._fetched.pop(layer)
 
     def join(self) -> None:
-        """Waits for what a step that failed half-way left behind; whether it worked no longer matters.
+        """Waits for fetches left by a partly executed step and ignores their failures.
 
         Raises:
             WaitTimeoutError: a fetch is stuck.

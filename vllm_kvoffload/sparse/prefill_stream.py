@@ -1,8 +1,8 @@
-"""Prefill on an aggregated engine: each layer's prefix streams from the host pool through a few buffers.
+"""Prefill under offload: each layer's prefix streams from the host pool through a few buffers.
 
 A *job* is one layer of one prefill request. Jobs run in a fixed order (all requests of the first layer, then
 of the next, ...), job ``j`` in buffer ``j % num_buffers``. A buffer holds the request's rows by position, so
-the indexer's choice is the row number. While job ``j`` attends, the loads of the next jobs run on the
+a top-k index is the row number. While attention of job ``j`` runs, the loads of the next jobs run on the
 ``h2d`` stream; a buffer is refilled only after the job that used it has closed it.
 """
 
@@ -23,12 +23,12 @@ STREAM = "h2d"
 
 @dataclass(frozen=True)
 class PrefillRequest:
-    """A request's prefix to be loaded in every layer.
+    """A request's prefix, loaded in every layer.
 
     Attributes:
         computed: tokens of the prefix.
         blocks: int32 [B], its block table row.
-        late: the prefix contains rows that are written in this very step.
+        late: part of the prefix is computed in this step.
     """
 
     computed: int
@@ -41,9 +41,9 @@ class PrefillStream:
 
     Args:
         store: the host pool.
-        runtime: owner of the load stream.
-        buffers: rows [max_tokens] on the device, each.
-        deadline_s: bound of every wait.
+        runtime: provides the load stream.
+        buffers: rows [max_tokens] each, on the device.
+        deadline_s: limit of every wait.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class PrefillStream:
                 self._prefetch(job)
 
     def _settle(self) -> None:
-        """Joins what a step that failed half-way left behind: its loads would fill buffers in use by then.
+        """Joins loads left by a partly executed step, which would otherwise overwrite buffers in use.
 
-        Nobody will read those buffers, so failed loads are forgotten.
+        Their data is no longer needed, so failures are ignored.
         """
         for event in self._loaded.values():
             with suppress(TaskFailedError):
@@ -89,10 +89,10 @@ class PrefillStream:
             self._stream.recover()
 
     def open(self, layer: int, index: int) -> Rows:
-        """Buffer, rows [max_tokens] as bytes, with the prefix of the step's ``index``-th request.
+        """Returns a buffer, rows [max_tokens] as bytes, with the prefix of the step's ``index``-th request.
 
         Raises:
-            RuntimeError: out of order, or there are no buffers.
+            RuntimeError: called out of order, or the engine has no buffers.
             TaskFailedError, WaitTimeoutError: the prefix could not be loaded.
         """
         if not len(self._buffers):
@@ -105,17 +105,17 @@ class PrefillStream:
             raise RuntimeError(
                 f"prefill job {job} (layer {layer}, request {index}) out of order: expected {self._next}"
             )
-        if self._requests[index].late:  # its rows exist only now
+        if self._requests[index].late:  # its rows are computed in this step
             self._store.await_layer(layer)
             self._load(job)
         event = self._loaded.get(job)
         if event is not None:
             event.wait(self._deadline_s)
-            del self._loaded[job]  # only now: a load that is stuck must be joined before its buffer is reused
+            del self._loaded[job]  # after the wait: a stuck load must be joined before its buffer is reused
         return self._buffers[job % len(self._buffers)]
 
     def close(self) -> None:
-        """Gives the open buffer back; nothing reads it any more."""
+        """Releases the open buffer for the next load; the caller must not read it afterwards."""
         job = self._next + len(self._buffers)
         self._next += 1
         if job < self._num_jobs:

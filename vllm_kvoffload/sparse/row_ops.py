@@ -1,7 +1,8 @@
-"""How rows of main KV are kept and moved on a platform.
+"""Allocation and copies of main KV rows, for each platform.
 
-The manager and its parts name rows by number; what a row is made of, and what copies it, is said here. On
-CPU rows are one uint8 tensor and the copies are our C++ ops; Ascend's rows are two tensors in device memory.
+The manager and its parts address rows by number; a platform's `RowOps` defines their representation and
+copies. On CPU, rows are one uint8 tensor, copied by this project's C++ ops; on Ascend, rows are two tensors
+in device memory.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import torch
 from vllm_kvoffload import ops
 
 Rows: TypeAlias = Any
-"""Rows as a platform keeps them; only its own :class:`RowOps` looks inside."""
+"""Rows in a platform's representation, opaque to everything except its :class:`RowOps`."""
 
 
 class RowOps(Protocol):
-    """Allocation and copies of rows. Everything runs on the stream that is current where it is called.
+    """Allocation and copies of rows. Every call runs on the caller's current stream.
 
     Host rows: [num_blocks, block_size] of one layer. Hot rows: [R, P] of one layer. All are bytes, except
-    the rows that the model has just computed and those that attention gets.
+    rows just computed by the model and rows passed to attention.
     """
 
     def zeros(self, *shape: int) -> Rows:
@@ -30,16 +31,16 @@ class RowOps(Protocol):
         """Bytes of one row, all components."""
 
     def as_bytes(self, rows: Rows) -> Rows:
-        """Rows that the model computed, [T], seen as bytes."""
+        """Views rows computed by the model, [T], as bytes."""
 
     def take(self, rows: Rows, tokens: torch.Tensor) -> Rows:
-        """A copy of some of the rows [T]; ``tokens`` int64 [t] in host memory."""
+        """Copies a subset of the rows [T]; ``tokens`` int64 [t] in host memory."""
 
     def place(self, rows: Rows, start: int, new_rows: Rows, tokens: slice) -> None:
         """Copies ``new_rows[tokens]`` to ``rows[start:]``."""
 
     def attended(self, rows: Rows, like: Rows) -> Rows:
-        """Hot rows [R, P] or a buffer [N] as attention reads them: flat, in the model's type as ``like``."""
+        """Views hot rows [R, P] or a buffer [N] as attention reads them: flat, in the dtype of ``like``."""
 
     def host_write(self, host: Rows, new_rows: Rows, slot_mapping: torch.Tensor) -> None:
         """See :func:`vllm_kvoffload.ops.host_write`; ``slot_mapping`` is in host memory."""
@@ -50,7 +51,7 @@ class RowOps(Protocol):
     def serve(
         self, host: Rows, hot: Rows, block_table: torch.Tensor, rows: torch.Tensor, plan: ops.PlanOut
     ) -> int:
-        """Brings a plan's misses into their slots, see :func:`vllm_kvoffload.ops.dsa_serve`."""
+        """Copies a plan's misses into their slots, see :func:`vllm_kvoffload.ops.dsa_serve`."""
 
     def write_rows(self, hot: Rows, rows: torch.Tensor, new_rows: Rows, slots: torch.Tensor) -> None:
         """See :func:`vllm_kvoffload.ops.write_rows`; ``rows`` and ``slots`` are in host memory."""

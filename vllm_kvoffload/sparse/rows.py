@@ -1,8 +1,8 @@
-"""Which request owns which row of the hot pools.
+"""Assignment of hot-pool rows to requests.
 
-One row per live request, the same for all layers and index groups, kept until the request is released
-(finish, abort or preemption). Rows are reused, so a row number alone names nobody: the generation goes up
-at every release, and whatever was queued for an older generation must be dropped (I-1).
+Each live request holds one row, the same for all layers and index groups, until it is released (finish,
+abort or preemption). Rows are reused, so a row number alone does not identify its owner: the generation is
+incremented at every release, and work queued for an older generation must be dropped (I-1).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RowLease(NamedTuple):
 
 
 class RowError(RuntimeError):
-    """Base of the errors of this module."""
+    """Base class of this module's errors."""
 
 
 class NoFreeRowError(RowError):
@@ -37,10 +37,10 @@ class RowLeakError(RowError):
 
 
 class RowTable:
-    """Request id -> row. Rows are 0 .. num_rows-1; generations start at 0.
+    """Maps request ids to rows. Rows are 0 .. num_rows-1; generations start at 0.
 
-    Not locked: one thread acquires and releases. `check` may be called from any thread, but its answer only
-    holds as long as that one thread does not release, so side-stream work is joined before a release (I-7).
+    Not locked: one thread acquires and releases. `check` may be called from any thread, but its answer is
+    valid only until that thread releases a row, so side-stream work is joined before a release (I-7).
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -49,7 +49,7 @@ class RowTable:
         self._owners: list[str | None] = [None] * num_rows
         self._generations = [0] * num_rows
         self._leases: dict[str, RowLease] = {}
-        # Last in, first out: the row freed last is the one whose pool memory is most likely still cached.
+        # Last in, first out: the pool memory of the row freed last is the most likely to be cached.
         self._free = list(reversed(range(num_rows)))
 
     @property
@@ -66,7 +66,7 @@ class RowTable:
         return tuple(self._leases)
 
     def acquire(self, req_id: str) -> RowLease:
-        """The request's lease; a new one if it holds none. Raises NoFreeRowError."""
+        """Returns the request's lease, a new one if it holds none. Raises NoFreeRowError."""
         lease = self._leases.get(req_id)
         if lease is not None:
             return lease
@@ -90,7 +90,7 @@ class RowTable:
         lease = self._leases.pop(req_id, None)
         if lease is None:
             raise UnknownRequestError(f"request {req_id!r} holds no row: never acquired, or released twice")
-        # Before the row is free again, so that no thread can see the next owner under the old generation.
+        # Before the row becomes free, so that no thread can see the next owner under the old generation.
         self._generations[lease.row] += 1
         self._owners[lease.row] = None
         self._free.append(lease.row)
@@ -103,7 +103,7 @@ class RowTable:
         return self._owners[row] is not None and self._generations[row] == generation
 
     def still_leased(self, rows: torch.Tensor, leases: Sequence[RowLease]) -> torch.Tensor:
-        """The rows, int32 [N], with -1 for those whose lease, one for each, has ended."""
+        """Returns the rows, int32 [N], with -1 where the corresponding lease has ended."""
         live = [self.check(lease.row, lease.generation) for lease in leases]
         return rows if all(live) else rows.masked_fill(~torch.tensor(live), -1)
 

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 class OffloadStats:
     """Totals since the engine started.
 
-    ``hits``, ``misses``, ``new_rows``, ``displaced`` count rows over all index groups, ``*_bytes`` over all
-    layers. ``fetched_bytes`` are misses brought from the host pool, ``prefill_bytes`` prefixes streamed
-    from it, ``written_bytes`` new rows stored into it.
+    ``hits``, ``misses``, ``new_rows`` and ``displaced`` count rows over all index groups, ``*_bytes`` over
+    all layers. ``fetched_bytes``: misses copied from the host pool; ``prefill_bytes``: prefixes streamed from
+    it; ``written_bytes``: new rows written to it.
     """
 
     decode_steps: int = 0
@@ -25,7 +25,7 @@ class OffloadStats:
 
     @property
     def hit_ratio(self) -> float:
-        """Chosen rows found in the hot pool, of those that were not new in their step; 0 before any."""
+        """Share of the top-k rows found in the hot pool, excluding rows new in their step; 0 before any."""
         return self.hits / (self.hits + self.misses) if self.hits + self.misses else 0.0
 
     def as_dict(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What one engine step looks like to the offload code, and what attention gets from it."""
+"""One engine step as the offload code sees it, and the rows that it passes to attention."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class StepBatch:
     Attributes:
         query_start_loc: int32 [N+1], first query token of each request.
         seq_lens: int32 [N], context length including this step's query tokens.
-        block_table: int32 [N, B] torch tensor, block of every ``block_size`` tokens.
+        block_table: int32 [N, B] torch tensor, one block for every ``block_size`` tokens.
         slot_mapping: int64 [T], ``block * block_size + offset`` of every query token.
         block_size: tokens per block.
-        req_ids: N request ids, empty where nobody needs them.
+        req_ids: N request ids; empty if unused.
     """
 
     query_start_loc: Int32Array
@@ -52,18 +52,18 @@ class StepBatch:
 
     @property
     def computed(self) -> Int32Array:
-        """Tokens of each request whose KV existed before this step: its stable prefix."""
+        """Length of each request's stable prefix: tokens whose KV existed before this step."""
         return self.seq_lens - self.query_lens
 
 
 @dataclass(frozen=True)
 class PoolChoice:
-    """The chosen rows of decoding query tokens in a pool: one for all layers of an index group.
+    """Pool slots of the decoding query tokens' top-k indices, shared by all layers of an index group.
 
     Attributes:
-        slots: int [t, K] slot of every chosen position within the token's row of the pool, -1 for none.
+        slots: int [t, K] slot of every top-k index within the token's row of the pool, -1 for none.
         pool_rows: int32 [t] the pool's row of each token.
-        row_slots: slots of a row of the pool.
+        row_slots: number of slots in a row of the pool.
     """
 
     slots: torch.Tensor
@@ -72,20 +72,20 @@ class PoolChoice:
 
     @cached_property
     def flat(self) -> torch.Tensor:
-        """int64 [t, K] number of every chosen slot in the flattened pool, -1 for none."""
+        """int64 [t, K] the same slots, numbered in the flattened pool, -1 for none."""
         first = self.pool_rows.long().unsqueeze(1) * self.row_slots
         return (self.slots + first).masked_fill_(self.slots < 0, -1)
 
 
 @dataclass(frozen=True)
 class AttendPart:
-    """Some query tokens of a step, and the flat rows they attend to.
+    """A subset of a step's query tokens, and the flat rows they attend to.
 
     Attributes:
         tokens: int64 [t], query tokens of the step.
-        rows: [N, D] key rows, or as the platform keeps them.
-        choice: int [t, K] row of every chosen position, -1 where there is none; or slots of a pool.
-        length: where the rows are one request's by position: its length in tokens.
+        rows: [N, D] key rows, or the platform's representation.
+        choice: int [t, K] row of every top-k index, -1 where there is none; or slots of a pool.
+        length: length in tokens, if the rows are those of one request by position.
     """
 
     tokens: torch.Tensor
@@ -95,18 +95,18 @@ class AttendPart:
 
     @property
     def indices(self) -> torch.Tensor:
-        """int [t, K] flat row of every chosen position, -1 where there is none."""
+        """int [t, K] flat row of every top-k index, -1 where there is none."""
         return self.choice.flat if isinstance(self.choice, PoolChoice) else self.choice
 
 
 class LayerKV(Protocol):
-    """The main KV of one layer, wherever it lives."""
+    """The main KV of one layer, independent of its location."""
 
     def append(self, rows: Rows, slot_mapping: torch.Tensor) -> None:
-        """Takes the step's new rows, [T, D] or as the platform keeps them. They are the callee's then."""
+        """Takes ownership of the step's new rows, [T, D] or the platform's representation."""
 
     def parts(self, topk: torch.Tensor, batch: StepBatch) -> Iterator[AttendPart]:
-        """The step's query tokens with the rows of their choice, int32 [T, K] positions, -1 padded.
+        """Yields the step's query tokens with their top-k rows. topk: int32 [T, K] positions, -1 padded.
 
-        A part's rows stay valid until the next one is asked for.
+        A part's rows are valid until the next part is requested.
         """

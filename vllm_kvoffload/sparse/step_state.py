@@ -1,4 +1,4 @@
-"""A step's batch, sorted into decode and prefill."""
+"""A step's batch, split into decode and prefill."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from vllm_kvoffload.sparse.rows import RowLease
 
 @dataclass(frozen=True)
 class PrefillSpan:
-    """A prefilling request of a step: batch index, query tokens ``start .. stop``, and its length in tokens
-    before and after the step."""
+    """A prefilling request of a step. request: batch index. start, stop: its range of query tokens.
+    computed, length: its tokens before and after the step."""
 
     request: int
     start: int
@@ -26,18 +26,18 @@ class PrefillSpan:
 
 @dataclass(frozen=True)
 class StepState:
-    """A step's batch, sorted. N' decoding requests with T' query tokens in all.
+    """A step's batch, split. N' decoding requests with T' query tokens in all.
 
     Attributes:
-        decode: batch indices of the decoding requests; prefill: the others.
-        decode_late: whether a decoding request's prefix is written in this very step.
-        fresh: requests that had not run before.
+        decode: batch indices of the decoding requests; prefill: the other requests.
+        decode_late: whether a decoding request's prefix is computed in this step.
+        fresh: requests that have not run before.
         decode_ids: N' request ids.
         decode_tokens: int64 [T'] query tokens of the step; token_rows: int32 [T'] their rows.
         decode_start_loc: int32 [N'+1]; decode_seq_lens, decode_rows: int32 [N'].
         decode_block_table: int32 [N', B]; decode_slots: int64 [T'], see ``StepBatch.slot_mapping``.
-        leases: claims on those rows; work that is queued with them must check them when it runs (I-1).
-        in_graph: the step runs in a graph of the device, see :meth:`padded`.
+        leases: the rows' leases; queued work must check them when it runs (I-1).
+        in_graph: the step runs in a device graph, see :meth:`padded`.
     """
 
     decode: npt.NDArray[np.int64]
@@ -57,7 +57,7 @@ class StepState:
 
     @classmethod
     def dummy(cls, requests: int = 0, queries: int = 1) -> StepState:
-        """Requests of ``queries`` tokens that have neither row nor slot nor blocks."""
+        """A dummy step: requests of ``queries`` tokens each, without rows, slots or blocks."""
         tokens = requests * queries
         return cls(
             decode=np.arange(requests),
@@ -77,19 +77,20 @@ class StepState:
 
     @property
     def ends(self) -> torch.Tensor:
-        """int32 [T'], where the positions end that a query token may attend to."""
+        """int32 [T'], causal limit (exclusive) per query token."""
         lengths = self.decode_start_loc.diff()
         first = self.decode_seq_lens - lengths - self.decode_start_loc[:-1] + 1
         tokens = torch.arange(len(self.decode_tokens), dtype=torch.int32)
         return torch.repeat_interleave(first, lengths) + tokens
 
     def can_pad(self, requests: int, queries: int) -> bool:
-        """Whether :meth:`padded` can: all decode so many tokens, and nobody waits for rows of this step."""
+        """Whether :meth:`padded` applies: every request decodes ``queries`` tokens, none needs rows computed
+        in this step, and there are at most ``requests`` of them."""
         uniform = bool((self.decode_start_loc.diff() == queries).all())
         return not self.prefill and not self.decode_late and uniform and len(self.decode) <= requests
 
     def padded(self, requests: int, queries: int) -> StepState:
-        """The step as a graph runs it, with so many requests: those added have neither row nor slot."""
+        """The step padded for a graph of ``requests`` requests; the padding has neither rows nor slots."""
         more = requests - len(self.decode)
         tokens = more * queries
         return replace(
