@@ -1,7 +1,7 @@
-"""What one engine runs with: its options and all that follows from them, read once from vLLM's configuration.
+"""The settings of one engine: its options and all derived values, read once from vLLM's configuration.
 
-Options are taken out of a VllmConfig here and nowhere else. Platforms, connectors and metrics get the value,
-or a part of it.
+Owns the extraction of options from a VllmConfig. Platforms, connectors and metrics receive the resulting
+value, or a part of it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 Platform = Literal["cpu", "npu"]
 
 OBJECT_ALIGNMENT = 4096
-"""Stores give objects multiples of this many bytes."""
+"""Stores round object sizes up to a multiple of this many bytes."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of offload and connectors, as the user gave them.
+    """Options of offload and connectors, as given by the user.
 
-    platform: decides the cache layout, and which connector classes are registered. additional: vLLM's
-    `additional_config`, with the keys of other plugins. parts: the configured connectors, of this package or
-    not. offload: options of the sparse decode offload, enabled or not. remote, store: options of our
-    connectors, None without them.
+    platform: determines the cache layout and the registered connector classes. additional: vLLM's
+    `additional_config`, including keys of other plugins. parts: all configured connectors, including those of
+    other packages. offload: options of the sparse decode offload, enabled or not. remote, store: options of
+    our connectors; None if not configured.
     """
 
     platform: Platform
@@ -54,23 +54,23 @@ class EngineOptions:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, platform: Platform | None = None) -> EngineOptions:
-        """From vLLM's configuration. platform: None for the one that this process runs on.
+        """Reads vLLM's configuration. platform: None for this process's own platform.
 
-        Raises ConfigError: an option that can't be read.
+        Raises ConfigError: an option is invalid.
         """
         return cls(**_options(vllm_config, platform or _current_platform()))
 
     @property
     def uses_our_connector(self) -> bool:
-        """Whether one of the connectors is ours."""
+        """Whether a connector of this package is configured."""
         return self.remote is not None or self.store is not None
 
 
 @dataclass(frozen=True)
 class EngineSettings(EngineOptions):
-    """The options, and what they and the model decide together.
+    """The options, and the values derived from them and the model.
 
-    facts: of vLLM's own configuration. geometry: None for a model without sparse attention. max_blocks:
+    facts: from vLLM's own configuration. geometry: None for a model without sparse attention. max_blocks:
     `num_gpu_blocks_override`.
     """
 
@@ -81,9 +81,9 @@ class EngineSettings(EngineOptions):
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, platform: Platform | None = None) -> EngineSettings:
-        """From vLLM's configuration. platform: None for the one that this process runs on.
+        """Reads vLLM's configuration. platform: None for this process's own platform.
 
-        Raises ConfigError: an option that can't be read, or a model config that makes no sense.
+        Raises ConfigError: an option or the model's config is invalid.
         """
         platform = platform or _current_platform()
         options = _options(vllm_config, platform)
@@ -99,40 +99,40 @@ class EngineSettings(EngineOptions):
 
     @property
     def model(self) -> KVGeometry:
-        """The geometry. Only for a model with sparse attention."""
+        """The geometry; must only be used for a model with sparse attention."""
         assert self.geometry is not None
         return self.geometry
 
     @cached_property
     def buffers(self) -> BufferPlan | None:
-        """Which layers share device memory, None for an engine without our store connector, or that isn't
-        sparse. Raises ConfigError."""
+        """The plan of layers that share device memory; None without our store connector or without sparse
+        attention. Raises ConfigError."""
         if self.store is None or self.geometry is None:
             return None
         return plan_buffers(geometry_layers(self.geometry), self.store.buffers)
 
     @property
     def shared_buffers(self) -> BufferPlan | None:
-        """The same where any layers do share memory."""
+        """The same plan if any layers share memory, else None."""
         return self.buffers if self.buffers is not None and self.buffers.has_reuse else None
 
     @property
     def prefill_buffers(self) -> int:
-        """Buffers that prefill streams through: none where the KV stays on the device.
+        """Number of buffers that prefill streams through; 0 if the KV stays on the device.
 
-        A decode engine has them too: it computes what was preempted, or could not be transferred.
+        A decode engine has buffers too: it recomputes requests that were preempted or failed to transfer.
         """
         return 0 if self.offload.keep_device_kv_cache else self.offload.prefill_buffers
 
     def choose_scheduler(self, vllm_config: VllmConfig) -> None:
-        """Gives an engine with our store connector the scheduler that it needs."""
+        """Selects the scheduler that our store connector requires, if one is configured."""
         if self.store is not None:
             vllm_config.scheduler_config.scheduler_cls = SCHEDULER
-            # The next step would be on its way before it is known what this one lost.
+            # With async scheduling, the next step would be scheduled before this step's failures are known.
             vllm_config.scheduler_config.async_scheduling = False
 
     def capacity_inputs(self, device_bytes: int) -> CapacityInputs:
-        """What the capacity formula depends on, for a device budget."""
+        """Inputs of the capacity formula for a device budget."""
         return CapacityInputs.of(
             self.model,
             self.offload,
@@ -144,10 +144,10 @@ class EngineSettings(EngineOptions):
         )
 
     def capacity(self, device_bytes: int) -> CapacityPlan:
-        """What fits into a device budget.
+        """The capacity for a device budget.
 
         Raises:
-            ConfigError: not even one longest request fits, or more blocks are asked for than fit.
+            ConfigError: not even one request of max_model_len fits, or more blocks are requested than fit.
         """
         plan = plan_capacity(self.capacity_inputs(device_bytes))
         if self.max_blocks is not None and self.max_blocks > plan.num_blocks:
@@ -157,23 +157,23 @@ class EngineSettings(EngineOptions):
         return plan
 
     def store_object_bytes(self) -> int:
-        """Bytes of a KV block in all layers, which one object of the store holds."""
+        """Size of a store object: the bytes of one KV block in all layers."""
         assert self.buffers is not None
         return self.buffers.logical_bytes * self.facts.block_size
 
     def shared_buffer_bytes(self, device_bytes: int) -> int:
         """Bytes to report for a device budget so that vLLM's division yields `shared_buffer_blocks`: vLLM
-        divides by the pages of all layers, also of those that share memory. Raises ConfigError."""
+        divides by the pages of all layers, including those that share memory. Raises ConfigError."""
         return self.shared_buffer_blocks(device_bytes) * self.store_object_bytes()
 
     def shared_buffer_blocks(self, device_bytes: int) -> int:
-        """Blocks for a device budget with our store connector.
+        """Number of blocks for a device budget with our store connector.
 
-        With shared buffers a request's KV is in the store only, so a store of the engine's own limits them,
-        too: whatever runs always finds room there.
+        With shared buffers a request's KV exists only in the store. A store owned by this engine therefore
+        limits the blocks too, so that every running request has room in it.
 
         Raises:
-            ConfigError: not one longest request fits, or more blocks are asked for than find room.
+            ConfigError: not even one request of max_model_len fits, or more blocks are requested than fit.
         """
         plan, options, block_size = self.buffers, self.store, self.facts.block_size
         assert plan is not None
@@ -182,7 +182,7 @@ class EngineSettings(EngineOptions):
         if not plan.has_reuse or options.backend in SHARED_BACKENDS:
             return blocks
         size = -(-self.store_object_bytes() // OBJECT_ALIGNMENT) * OBJECT_ALIGNMENT
-        # Of each request the last block may be there twice, as it was before the step and after.
+        # Each request's last block may be stored twice: as it was before the step and after it.
         reserve = 2 * self.facts.max_num_seqs
         room = options.local_bytes // size - reserve
         longest = -(-self.max_model_len // block_size) + 1
@@ -202,7 +202,7 @@ class EngineSettings(EngineOptions):
 
 
 def engine_facts(vllm_config: VllmConfig, *, dsa_context_parallel: bool = False) -> EngineFacts:
-    """What the rules of the options need to know about the engine."""
+    """Facts about the engine that the option rules depend on."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     transfer, speculative = vllm_config.kv_transfer_config, vllm_config.speculative_config
     return EngineFacts(
@@ -245,7 +245,7 @@ def _geometry(vllm_config: VllmConfig, platform: Platform, additional: Mapping[s
 
 
 def configured_hosts(vllm_config: VllmConfig) -> list[object]:
-    """Hosts that vLLM's configuration names, loopback aside: those of the engine's own deployment."""
+    """Hosts of the engine's own deployment, from vLLM's configuration; excludes loopback."""
     from vllm.utils.network_utils import get_ip
 
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config

@@ -1,10 +1,9 @@
-"""Which layers' KV caches share device memory on a prefill engine. Pure: no torch, no vLLM.
+"""Plan of the layers whose KV caches share device memory on a prefill engine. No torch, no vLLM.
 
-A model has N cache-bearing layers; *position* p is the p-th of them, counted in the order in which they are
-computed. Some are *independent* and keep memory of their own. The others are sorted into buckets of equal
-caches, and each bucket is dealt round-robin onto `num_shared_buffers` *slots*: the owners of a slot use the
-same memory one after the other. A slot holds a main cache and, if one of its layers has an indexer, a key
-cache, which those of its layers that have an indexer share as well.
+A model has N cache-bearing layers; *position* p is the p-th of them in order of computation. *Independent*
+layers have memory of their own. The others are grouped into buckets with identical caches. Each bucket is
+assigned round-robin to `num_shared_buffers` *slots*; the owners of a slot use its memory in turn. A slot
+holds a main cache and, if any of its layers has an indexer, one key cache shared by those that have one.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from vllm_kvoffload.settings.store import INDEPENDENT, NUM_SHARED, BufferOptions
 class CacheLayer:
     """A cache-bearing layer.
 
-    index: its number in the model. main, indexer: equal for caches that may share memory; indexer is None
-    for a layer without one. main_bytes, indexer_bytes: of one token.
+    index: its number in the model. main, indexer: cache kinds, equal if the caches may share memory; indexer
+    is None for a layer without one. main_bytes, indexer_bytes: of one token.
     """
 
     index: int
@@ -37,20 +36,20 @@ class CacheLayer:
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """Layers in the order of their numbers, and for each slot the positions of its owners, ascending."""
+    """Layers in order of their index, and for each slot the positions of its owners, ascending."""
 
     layers: tuple[CacheLayer, ...]
     slots: tuple[tuple[int, ...], ...]
 
     @cached_property
     def slot_of(self) -> tuple[int, ...]:
-        """Number of the slot of each position."""
+        """Slot number of each position."""
         where = {position: slot for slot, owners in enumerate(self.slots) for position in owners}
         return tuple(where[position] for position in range(len(self.layers)))
 
     @cached_property
     def predecessors(self) -> dict[int, int]:
-        """Position b to a: b may be written only after a, the owner before it, is through."""
+        """Maps a position to the previous owner of its slot, which must finish before it may be written."""
         return {b: a for owners in self.slots for a, b in pairwise(owners)}
 
     @property
@@ -59,27 +58,27 @@ class BufferPlan:
         return bool(self.predecessors)
 
     def is_shared(self, position: int) -> bool:
-        """Whether the layer's memory is used by other layers too."""
+        """Whether the layer shares its memory with other layers."""
         return len(self.slots[self.slot_of[position]]) > 1
 
     @property
     def num_caches(self) -> int:
-        """Caches of all layers, indexers' included."""
+        """Number of caches of all layers, including indexer caches."""
         return len(self.layers) + sum(layer.indexer is not None for layer in self.layers)
 
     @property
     def num_buffers(self) -> int:
-        """Physical caches, indexers' included."""
+        """Number of physical caches, including indexer caches."""
         return len(self.slots) + sum(self._indexer_of(owners) is not None for owners in self.slots)
 
     @property
     def logical_bytes(self) -> int:
-        """Bytes of a token in all layers."""
+        """Bytes of one token over all layers."""
         return sum(layer.main_bytes + layer.indexer_bytes for layer in self.layers)
 
     @property
     def physical_bytes(self) -> int:
-        """Device bytes of a token."""
+        """Device bytes of one token, with memory sharing."""
         total = 0
         for owners in self.slots:
             indexer = self._indexer_of(owners)
@@ -88,14 +87,14 @@ class BufferPlan:
 
     @property
     def factor(self) -> float:
-        """How many times more tokens fit into the same device memory."""
+        """Ratio of tokens that fit into the same device memory, with sharing to without."""
         return self.logical_bytes / self.physical_bytes
 
     def _indexer_of(self, owners: Sequence[int]) -> CacheLayer | None:
         return next((self.layers[p] for p in owners if self.layers[p].indexer is not None), None)
 
     def describe(self) -> str:
-        """The line to look for in a log."""
+        """The start-up log line."""
         return (
             f"Layerwise KV cache reuse merged {self.num_caches} descriptors into {self.num_buffers} "
             f"descriptors using {len(self.slots)} buffer assignments."
@@ -103,10 +102,10 @@ class BufferPlan:
 
 
 def plan_buffers(layers: Sequence[CacheLayer], options: BufferOptions) -> BufferPlan:
-    """The plan for a model's layers, in whatever order they are given.
+    """Makes the plan for a model's layers, given in any order.
 
     Raises:
-        ConfigError: no layers, an independent layer that isn't there, or caches that can't share memory.
+        ConfigError: no layers, an unknown independent layer, or caches that can't share memory.
     """
     ordered = tuple(sorted(layers, key=lambda layer: layer.index))
     if not ordered:

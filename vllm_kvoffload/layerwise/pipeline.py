@@ -1,15 +1,15 @@
-"""Layers through shared buffers: load what a layer needs, save what it computed, load for a later layer.
+"""Pipeline of layers through shared buffers: loads prefixes from the store and saves computed rows.
 
-A step is a list of requests, each with its rows to load and to save. For every layer, in order: its gate
-opens, the rows of its requests' prefixes come from the store, attention runs, the new rows go to the store,
-and the next layer that uses the same memory may begin to load. Loads and saves run on side streams.
+A step is a list of requests, each with rows to load and to save. For every layer, in order: its gate opens,
+the rows of its requests' prefixes are loaded from the store, attention runs, the new rows are saved, and the
+next layer with the same memory may start to load. Loads and saves run on side streams.
 
-What is in a buffer already is not loaded: a layer that shares its memory with no other keeps what it has
-(`own_loads` are those of its rows that it lacks); any other layer's rows are gone by the next step, and come
-back once in a step (`shared_loads`), row by row and not by whole blocks.
+Rows already in a buffer are not loaded. A layer with memory of its own keeps its rows and loads only missing
+ones (`own_loads`). The rows of any other layer are overwritten by the next step and are loaded once a step
+(`shared_loads`), by row rather than by whole block.
 
-A failure belongs to requests. A request that lost a row is named by `finish`; nothing of it may be published
-or attended to (I-11). No torch here: memory is addresses, and the platform's work is an event.
+Failures are scoped to requests. `finish` names each request with a failed copy; none of its KV may be
+published or attended to (I-11). No torch: memory is given as addresses, the platform's work as an event.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ LOAD_STREAM = "store-load"
 SAVE_STREAM = "store-save"
 
 SETTLE_S = 1.0
-"""How long a step waits for a copy that was given up. It had its deadline in the step that began it."""
+"""Limit of a step's wait for an abandoned copy, whose deadline passed in an earlier step."""
 
 
 @dataclass(frozen=True)
 class Part:
     """A component of a layer's cache. base: address of block 0; stride: bytes between blocks; row_bytes: of a
-    token; offset: where this component of the layer begins in an object."""
+    token; offset: of this layer's component in an object, in bytes."""
 
     base: int
     stride: int
@@ -56,7 +56,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Where a layer's caches lie. index: its number in the model."""
+    """Addresses of a layer's caches. index: its number in the model."""
 
     index: int
     parts: tuple[Part, ...]
@@ -95,13 +95,13 @@ class Rows:
         return int(self.count.sum())
 
     def only(self, mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Rows:
-        """The runs that the mask names."""
+        """The runs selected by the mask."""
         return Rows(
             self.objects[mask], self.blocks[mask], self.first[mask], self.count[mask], self.owners[mask]
         )
 
     def spans(self, memory: LayerMemory) -> CopySpans:
-        """The copies of one layer."""
+        """The runs as copies of one layer."""
         objects, local, nbytes = [], [], []
         for part in memory.parts:
             start = self.first * part.row_bytes
@@ -116,7 +116,7 @@ NO_ROWS = Rows.of([])
 
 @dataclass(frozen=True)
 class Step:
-    """What a step moves. requests: names; rows' owners count them. computed: rows of `saves` that are new."""
+    """A step's copies. requests: names, indexed by the rows' owners. computed: new rows among `saves`."""
 
     requests: tuple[str, ...] = ()
     shared_loads: Rows = NO_ROWS
@@ -127,8 +127,8 @@ class Step:
 
 @dataclass
 class PipelineStats:
-    """Totals. needed_*: what had to be moved at least: a row that a layer computed, once; a row of a prefix
-    that a layer lacked, once a step. wait_s: how long computation waited for its layers' memory."""
+    """Totals. needed_*: minimum bytes to copy: each computed row of a layer once, each missing prefix row of
+    a layer once a step. wait_s: time that computation waited for its layers' memory."""
 
     loaded_bytes: int = 0
     saved_bytes: int = 0
@@ -139,15 +139,15 @@ class PipelineStats:
 
     @property
     def ratio(self) -> float:
-        """Bytes moved against the least possible."""
+        """Bytes copied, relative to the minimum."""
         needed = self.needed_load_bytes + self.needed_save_bytes
         return (self.loaded_bytes + self.saved_bytes) / needed if needed else 1.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """prefetch_layers: how many layers ahead loads may begin, the next one included. max_runs, max_bytes: of
-    one call of the store, 0 for any. deadline_s: of a copy; reads_s: of remote reads."""
+    """prefetch_layers: number of layers that loads may run ahead, the next layer included. max_runs,
+    max_bytes: per call of the store, 0 for no limit. deadline_s: of a copy; reads_s: of remote reads."""
 
     prefetch_layers: int = 8
     max_runs: int = 0
@@ -158,8 +158,8 @@ class Limits:
 
 @dataclass
 class _State:
-    """A step in progress, by position. wrong: of the failed ones. hung: why nothing more is moved in it, ""
-    while all is well."""
+    """A step in progress, by position. wrong: the failed requests with invalid KV. hung: why its copies were
+    abandoned, "" if they were not."""
 
     issued: int = 0
     loads: dict[int, Event] = field(default_factory=dict)
@@ -171,10 +171,10 @@ class _State:
 
 
 class LayerPipeline:
-    """One rank's. The compute thread calls it; `finish` ends what `begin` began.
+    """The pipeline of one rank. Called by the compute thread; each step runs from `begin` to `finish`.
 
     Args:
-        plan, memory: of the same layers, in the same order. num_blocks: of every cache.
+        plan, memory: of the same layers, in the same order. num_blocks: blocks in each cache.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class LayerPipeline:
     ) -> None:
         self.stats = PipelineStats()
         self.wrong: set[str] = set()
-        """Of the requests that the last step lost, those whose computation is not to be used."""
+        """The last step's failed requests whose computation is invalid."""
         self._plan, self._memory, self._store = plan, tuple(memory), store
         self._runtime, self._limits = runtime, limits
         self._loads, self._saves = runtime.stream(LOAD_STREAM), runtime.stream(SAVE_STREAM)
@@ -204,7 +204,7 @@ class LayerPipeline:
         self._stuck: list[Event] = []
 
     def use_guard(self, guard: ReadGuard, reads_s: float) -> None:
-        """Remote readers must have read what is to be overwritten, which takes `reads_s` at most."""
+        """Makes gates wait until remote readers have read the memory, for at most `reads_s` seconds."""
         self._guard = guard
         self._limits = replace(self._limits, reads_s=reads_s)
         self.gates.use_guard(guard)
@@ -212,7 +212,7 @@ class LayerPipeline:
     # ------------------------------------------------------------------------------------- the compute thread
 
     def begin(self, step: Step) -> None:
-        """A step starts: the first loads are under way when this returns."""
+        """Begins a step and issues its first loads."""
         quiet = self._settle()
         self._step, self._state = step, _State()
         self.gates.begin_step()
@@ -225,9 +225,9 @@ class LayerPipeline:
             self._issue(0)
 
     def fail(self, request: int, reason: str, wrong: bool = True) -> None:
-        """A request is lost: its rows aren't moved any more.
+        """Marks a request as failed: its rows are no longer copied.
 
-        wrong: what it computes is not to be used either; otherwise it only wasn't stored.
+        wrong: its computation is invalid, too; otherwise its rows are valid but not stored.
         """
         if request not in self._state.failed:
             self._state.failed[request] = reason
@@ -237,12 +237,12 @@ class LayerPipeline:
             self.give_up([self._step.requests[request]], reason)
 
     def give_up(self, requests: Sequence[str], reason: str) -> None:
-        """What remote engines read of these requests in this step doesn't count: it is wrong."""
+        """Invalidates all remote reads of these requests in this step."""
         if self._guard is not None:
             self._guard.give_up(requests, reason, True)
 
     def wait_layer(self, index: int) -> None:
-        """Returns when a layer's memory holds its requests' prefixes, and may be written. Idempotent."""
+        """Waits until a layer's memory holds its requests' prefixes and may be written. Idempotent."""
         position = self._position[index]
         state = self._state
         if not self._step.requests or position in state.opened:
@@ -271,24 +271,26 @@ class LayerPipeline:
             self._acquire(position)
 
     def _hang(self, state: _State, reason: str) -> None:
-        """A copy does not end. Waiting at every layer anew would take as many deadlines, so the rest of the
-        step moves nothing, and whatever had to be moved is lost. A load that is given up writes into blocks
-        of lost requests only; what a save that is given up reads is not published."""
+        """Abandons the step's copies because one hangs; waiting would cost another deadline at every layer.
+
+        All requests with outstanding copies fail. An abandoned load writes only to blocks of failed requests;
+        the data of an abandoned save is not published.
+        """
         if not state.hung:
             state.hung = reason
-            with suppress(RuntimeClosedError):  # a load that waits while the engine shuts down
+            with suppress(RuntimeClosedError):  # the engine shuts down while a load waits
                 self._stuck += [stream.record("given up") for stream in (self._loads, self._saves)]
             self.gates.begin_step()
             self.gates.notify()
 
     def layer_done(self, index: int) -> None:
-        """A layer's attention is done: its rows are saved, and a later layer may load. Idempotent."""
+        """Called after a layer's attention: saves its rows and lets a later layer load. Idempotent."""
         position = self._position[index]
         state = self._state
         if not self._step.requests or position in state.done:
             return
         state.done.add(position)
-        if state.hung:  # nothing is moved any more: `finish` waits for the computation
+        if state.hung:  # no more copies: `finish` waits for the computation
             self.gates.release(position, COMPUTE)
             return
         computed = self._runtime.current_stream().record(f"layer {index} computed")
@@ -302,7 +304,7 @@ class LayerPipeline:
         self._issue(position + 1)
 
     def finish(self) -> dict[str, str]:
-        """Ends the step; layers that did not run are moved all the same. Lost requests, and why."""
+        """Ends the step, copying layers that did not run as well. Returns failed requests and the reasons."""
         if self._step.requests:
             for layer in self._memory:  # such as an MTP layer in a step without drafts
                 self.wait_layer(layer.index)
@@ -316,7 +318,7 @@ class LayerPipeline:
     def _join_end(self, state: _State) -> None:
         if not state.hung:
             self._end("saving", self._saves.record("saves of a step"), state)
-        # On a device draft passes may go on: the next step's loads must not meet them.
+        # Draft passes may still run on a device; the next step's loads must not overlap with them.
         self._end("computing", self._runtime.current_stream().record("computation of a step"), state)
         if state.hung:
             self._fail_owners(self._step.saves, state.hung, wrong=False)
@@ -334,11 +336,11 @@ class LayerPipeline:
 
     @property
     def quiet(self) -> bool:
-        """Whether no copy that was given up is still running: only then its objects may be closed."""
+        """Whether all abandoned copies have drained; their objects may be closed only then."""
         return not self._stuck
 
     def _settle(self) -> bool:
-        """Joins copies that a former step gave up on: they still use memory. Whether all are over."""
+        """Joins abandoned copies of earlier steps, which still use memory. Returns whether all have ended."""
         for event in list(self._stuck):
             try:
                 event.wait(min(self._limits.deadline_s, SETTLE_S))
@@ -361,13 +363,13 @@ class LayerPipeline:
         return self._step.shared_loads if self._plan.is_shared(position) else self._step.own_loads
 
     def _issue(self, current: int) -> None:
-        """Begins the loads of layers from `current` on, as far ahead as allowed, in order."""
+        """Issues the loads of layers from `current` on, in order, up to the prefetch limit."""
         state, end = self._state, min(current + self._limits.prefetch_layers, len(self._memory))
         while state.issued < end and not state.hung:
             position = state.issued
             before = self._plan.predecessors.get(position)
             if before is not None and before not in state.done:
-                return  # the layer before it in its buffer is still to be computed
+                return  # its buffer's previous owner is not computed yet
             state.issued += 1
             if len(self._rows_to_load(position)):
                 label = f"load layer {self._memory[position].index}"
@@ -375,7 +377,7 @@ class LayerPipeline:
                 state.loads[position] = self._loads.record(label)
 
     def _acquire(self, position: int) -> None:
-        """Waits for a layer's gates; what still holds them at the deadline costs its requests."""
+        """Waits for a layer's gates; fails the requests that still hold a gate at the deadline."""
         requests, state, limits = self._step.requests, self._state, self._limits
         limit_s = max(limits.deadline_s, limits.reads_s)
         for blocker in self.gates.wait(position, requests, limit_s):
@@ -390,7 +392,7 @@ class LayerPipeline:
 
     def _load(self, position: int, step: Step, state: _State) -> None:
         if state is not self._state or state.hung:
-            return  # of a step that was given up
+            return  # belongs to an abandoned step
         self._acquire(position)
         if state.hung:
             return
@@ -406,9 +408,9 @@ class LayerPipeline:
             self.gates.release(position, SAVE)
 
     def _move(self, rows: Rows, position: int, direction: Direction, state: _State) -> int:
-        """Copies a layer's rows of all requests that are not lost; bytes copied.
+        """Copies a layer's rows of all requests that have not failed; returns the bytes copied.
 
-        One that only wasn't stored still gets its prefix: decode may have what it computes.
+        A request that merely failed to be stored still loads its prefix: decode may use its computation.
         """
         lost = state.wrong if direction == "load" else state.failed
         if lost:
@@ -419,7 +421,7 @@ class LayerPipeline:
         try:
             return self._copy(rows.spans(memory), direction)
         except StoreError:
-            pass  # whose fault it was shows when each request is copied alone
+            pass  # copying each request alone shows which one failed
         moved = 0
         for owner in np.unique(rows.owners):
             try:
@@ -440,7 +442,7 @@ class LayerPipeline:
 
 
 def pieces(spans: CopySpans, max_runs: int, max_bytes: int) -> list[CopySpans]:
-    """The same copies in calls of at most `max_runs` runs, each of at most `max_bytes` bytes; 0 for any."""
+    """Splits copies into calls of at most `max_runs` runs of at most `max_bytes` bytes each; 0: no limit."""
     if max_bytes and len(spans) and int(spans.nbytes.max()) > max_bytes:
         counts = -(-spans.nbytes // max_bytes)
         which = np.repeat(np.arange(len(spans)), counts)

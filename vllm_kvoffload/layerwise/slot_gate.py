@@ -1,12 +1,10 @@
-"""When a layer's buffer may be written: the gates of a prefill engine whose layers share memory.
+"""Gates that decide when a layer's buffer may be overwritten, on a prefill engine whose layers share memory.
 
-A gate belongs to a piece of memory, not to a layer: layers whose caches lie in the same place are behind the
-same gate, whatever they are called. Its *occupant* is the layer whose KV it holds. Another layer may write
-there only when the occupant's computation is over, its KV is saved, and every remote reader of the blocks
-that are about to be overwritten has read them (I-9).
-
-Every wait is bounded. A gate that is still closed at the deadline is reported, with what holds it; the caller
-ends the requests concerned, and the engine goes on (I-10).
+A gate belongs to a piece of memory rather than a layer: layers whose caches overlap share a gate. Its
+*occupant* is the layer whose KV the memory holds. Another layer may write there only when the occupant's
+computation has ended, its KV is saved, and every remote reader of the blocks to be overwritten has read them
+(I-9). Every wait is bounded. A gate still closed at the deadline is reported together with its blockers; the
+caller fails the requests concerned, and the engine continues (I-10).
 """
 
 from __future__ import annotations
@@ -30,23 +28,24 @@ class Storage:
     length: int
 
     def overlaps(self, other: Storage) -> bool:
-        """Whether any byte belongs to both."""
+        """Whether the two have any byte in common."""
         return self.base < other.base + other.length and other.base < self.base + self.length
 
 
 class ReadGuard(Protocol):
-    """Who knows of remote reads. Any thread may call."""
+    """Tracks remote reads. Thread-safe."""
 
     def unread(self, layer: int, requests: Collection[str]) -> list[str]:
-        """Those of the requests whose KV of this layer (its number in the model) may still be read."""
+        """Returns the requests whose KV of this layer (its number in the model) may still be read."""
 
     def give_up(self, requests: Collection[str], reason: str, retry: bool) -> None:
-        """Nothing that is read of these requests counts from now on. retry: they will be computed again."""
+        """Marks the KV read of these requests as invalid. retry: they will be computed again."""
 
 
 @dataclass(frozen=True)
 class Blocker:
-    """What holds a gate. kind: "compute", "save" or "read"; position: the occupant; request: the reader's."""
+    """Reason why a gate is closed. kind: "compute", "save" or "read"; position: the occupant's; request: the
+    one being read."""
 
     kind: str
     position: int
@@ -67,8 +66,8 @@ class SlotGates:
     """Gates of all buffers. Thread-safe; owns no memory and copies nothing.
 
     Args:
-        storages: for each position (see `buffer_plan`), where its caches lie.
-        indices: number in the model of each position, which a guard knows layers by.
+        storages: for each position (see `buffer_plan`), the memory of its caches.
+        indices: for each position, the layer's number in the model, as passed to the guard.
     """
 
     def __init__(self, storages: Sequence[Sequence[Storage]], indices: Sequence[int]) -> None:
@@ -78,22 +77,22 @@ class SlotGates:
         self._guard: ReadGuard | None = None
 
     def use_guard(self, guard: ReadGuard) -> None:
-        """From now on gates stay closed while the guard knows of readers. Call `notify` after its news."""
+        """Keeps gates closed while the guard reports readers. Call `notify` when the guard changes."""
         self._guard = guard
 
     def notify(self) -> None:
-        """The guard has news."""
+        """Wakes waiters after a change of the guard."""
         with self._changed:
             self._changed.notify_all()
 
     def begin_step(self) -> None:
-        """Everything of earlier steps but remote reads is over."""
+        """Clears all blockers of earlier steps except remote reads."""
         with self._changed:
             for gate in self._gates:
                 gate.pending.clear()
 
     def blockers(self, position: int, requests: Collection[str]) -> list[Blocker]:
-        """What keeps a layer from writing KV of these requests; empty when its gates are open."""
+        """Reasons why a layer may not write KV of these requests; empty if its gates are open."""
         found: list[Blocker] = []
         for gate in self._gates_of[position]:
             if gate.occupant is None or gate.occupant == position:
@@ -105,7 +104,7 @@ class SlotGates:
         return found
 
     def wait(self, position: int, requests: Collection[str], deadline_s: float) -> list[Blocker]:
-        """Waits until a layer's gates are open; what held them at the deadline, empty if they opened."""
+        """Waits until a layer's gates open. Returns the blockers at the deadline, empty if they opened."""
         end = time.monotonic() + deadline_s
         with self._changed:
             while found := self.blockers(position, requests):
@@ -116,17 +115,17 @@ class SlotGates:
         return []
 
     def occupy(self, position: int) -> None:
-        """The layer's KV is written from now on, once a step; its computation is outstanding."""
+        """Makes a layer the occupant, once a step, with its computation pending."""
         with self._changed:
             for gate in self._gates_of[position]:
                 gate.occupant, gate.pending = position, {COMPUTE}
 
     def hold(self, position: int, what: str) -> None:
-        """Something more must be over before another layer may write."""
+        """Adds a blocker that must be released before another layer may write."""
         self._change(position, what, add=True)
 
     def release(self, position: int, what: str) -> None:
-        """That is over. Nothing happens if the layer is not the occupant any more."""
+        """Removes a blocker. Does nothing if the layer is no longer the occupant."""
         self._change(position, what, add=False)
 
     def _change(self, position: int, what: str, add: bool) -> None:
@@ -138,7 +137,7 @@ class SlotGates:
 
 
 def _group(storages: Sequence[Sequence[Storage]]) -> tuple[list[_Gate], list[list[_Gate]]]:
-    """One gate for all storages that overlap, directly or through others."""
+    """Makes one gate for each set of storages that overlap, directly or through others."""
     pieces = sorted({piece for mine in storages for piece in mine}, key=lambda piece: piece.base)
     gates: list[_Gate] = []
     gate_of: dict[Storage, _Gate] = {}

@@ -210,8 +210,8 @@ class InPlaceDelivery(HostDelivery):
                 store.await_layer(layer)
             fetched = fetch_misses(store, hot, layer, step, plan, step.decode_rows)
         self._parts.stats.fetched_bytes += fetched
-        # A prefix computed in this step is not there yet. Without misses, a prefetch would only wake
-        # a thread.
+        # A prefix computed in this step isn't in the host pool yet. Without misses, a prefetch would
+        # only wake a thread.
         if layer == pool.group.owner and self._misses and not step.decode_late:
             self._prefetch.start(pool.group.layers[1:], plan, step)
         rows, row_ops = hot.layers[layer], store.row_ops
