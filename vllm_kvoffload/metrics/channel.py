@@ -1,4 +1,4 @@
-"""The worker's end: publishes counters where the API server can read them."""
+"""The worker side: publishes counters to a memory file that the API server reads."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _MFD_CLOEXEC = 1
 
 
 class StatsChannel:
-    """Counters of one worker in an anonymous memory file, which ends with the process however that ends.
+    """Counters of one worker in an anonymous memory file, which the kernel frees when the process ends.
 
     Args:
-        fields: what it counts, of `fields.FIELD_SETS`. A worker has at most one channel for each.
+        fields: one of `fields.FIELD_SETS`. A worker has at most one channel for each.
         instance_id: `VllmConfig.instance_id`.
         dp_rank: the engine's index, `ParallelConfig.data_parallel_index`.
         tp_rank: the worker's, in its TP group.
 
-    Starts with every value 0. Where the system has no memory files, it warns and publishes nothing: counters
-    are not worth an engine. One thread publishes. In a child made by fork, `publish` does nothing.
+    Every value starts at 0. On a system without memory files it logs a warning and publishes nothing rather
+    than failing the engine. One thread publishes. In a forked child, `publish` does nothing.
     """
 
     def __init__(self, fields: FieldSet, instance_id: str, dp_rank: int, tp_rank: int) -> None:
@@ -38,7 +38,7 @@ class StatsChannel:
         try:
             self._fd = _memory_file(fields.file_name(instance_id, dp_rank, tp_rank))
             _, slot = fields.pack_slot(0, self._values)
-            # Twice the same slot: the file has its full size at once, and the later of equals is as good.
+            # Both slots start equal, so the file has its full size at once and either slot is valid.
             os.pwrite(self._fd, fields.pack_header(self._pid, time.time_ns()) + slot + slot, 0)
         except OSError as error:
             self.close()
@@ -50,11 +50,11 @@ class StatsChannel:
         return self._fd >= 0
 
     def publish(self, stats: OffloadStats | Mapping[str, int], **more: int) -> None:
-        """Publishes all values at once, a few microseconds.
+        """Publishes all values at once, in a few microseconds.
 
-        Takes them by the keys of the field set, integers of 64 bits; one that is not given keeps its last
-        value. Raises KeyError for an unknown key, struct.error for a value that isn't such an
-        integer; readers then still see the last publication.
+        Values are 64-bit integers by the keys of the field set; a missing one keeps its last value. Raises
+        KeyError for an unknown key, struct.error for a value that isn't such an integer; readers then still
+        see the previous publication.
         """
         if self._fd < 0 or os.getpid() != self._pid:
             return
@@ -75,7 +75,7 @@ class StatsChannel:
         self._sequence += 1
 
     def close(self) -> None:
-        """Ends the publication: readers drop this worker. Safe to call again."""
+        """Closes the file, so that readers drop this worker. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -88,7 +88,7 @@ def _memory_file(name: str) -> int:
     """Descriptor of a new memory file, closed on exec. Raises OSError."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC)
-    # Pythons built for old systems, such as the stand-alone builds of uv, lack the call; libc has it.
+    # Pythons built for old systems, such as uv's stand-alone builds, lack the call; libc provides it.
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "memfd_create"):
         raise OSError("neither Python nor libc has memfd_create")

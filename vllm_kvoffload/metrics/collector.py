@@ -1,4 +1,4 @@
-"""What Prometheus asks at every scrape."""
+"""The Prometheus collector, called at every scrape."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ WARN_EVERY_S = 300.0
 
 
 class OffloadCollector:
-    """A prometheus_client collector over the workers that a finder finds. Never raises.
+    """A prometheus_client collector of this server's workers. Never raises.
 
     Args:
-        finder: of this server's workers.
+        finder: finds this server's workers.
         model_name: label value, as in vLLM's own series.
     """
 
@@ -39,11 +39,11 @@ class OffloadCollector:
         self._quiet_until_s = time.monotonic()
 
     def describe(self) -> Iterable[Metric]:
-        """The series without samples; the registry checks their names when it takes the collector."""
+        """The series without samples; the registry checks their names when the collector is registered."""
         return [_family(field) for field in _series().values()]
 
     def collect(self) -> Iterable[Metric]:
-        """The series of this server's parts, with samples for each worker; none for workers that are gone."""
+        """The series of this server's parts, with samples of each live worker."""
         workers = self.read()
         families: dict[str, Metric] = {}
         for worker in workers:
@@ -55,13 +55,13 @@ class OffloadCollector:
         return list(families.values())
 
     def read(self) -> list[WorkerStats]:
-        """The workers' values; on any failure a warning, at most every WARN_EVERY_S, and an empty list."""
+        """The workers' values; on failure logs a warning (at most every WARN_EVERY_S) and returns no workers."""
         try:
             workers = self._finder.read()
             if not workers:
                 self._warn("no worker of this server publishes counters that it may read in /proc")
             return workers
-        except Exception as error:  # a scrape is no reason for an exception in the API server
+        except Exception as error:  # a scrape must not raise in the API server
             self._warn(repr(error))
             return []
 

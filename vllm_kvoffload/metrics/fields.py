@@ -1,4 +1,4 @@
-"""What workers count: the sparse decode offload, and either side of a transfer from prefill to decode."""
+"""The workers' counters: sparse decode offload, and both sides of a transfer from prefill to decode."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ OFFLOAD = FieldSet(
 
 
 class TransferEnd(str, Enum):
-    """How a transfer ends on prefill."""
+    """Outcome of a transfer on prefill."""
 
     FINISHED = "finished"  # decode has read it
-    CANCELLED = "cancelled"  # decode doesn't want it
-    ABORTED = "aborted"  # the engine took the blocks back for good
-    PREEMPTED = "preempted"  # the same, to compute the request again
-    EXPIRED = "expired"  # no heartbeat for the length of the lease
-    REFUSED = "refused"  # decode will not work with this engine
-    RESTARTED = "restarted"  # decode is not the one that began it
-    UNREACHABLE = "unreachable"  # decode's address can't be used, or there is no room for another connection
+    CANCELLED = "cancelled"  # decode no longer needs it
+    ABORTED = "aborted"  # the engine freed the blocks for good
+    PREEMPTED = "preempted"  # the engine freed the blocks and will compute the request again
+    EXPIRED = "expired"  # no heartbeat within the lease
+    REFUSED = "refused"  # decode refuses to work with this engine
+    RESTARTED = "restarted"  # decode has restarted since the transfer began
+    UNREACHABLE = "unreachable"  # decode's address is unusable, or the connection limit is reached
 
 
 class ReceiveFailure(str, Enum):
-    """Why a request is not received on decode."""
+    """Why decode failed to receive a request."""
 
-    ABORTED = "aborted"  # the engine doesn't want it any more
-    RENDEZVOUS = "rendezvous"  # the metaserver can't be asked, or answered with an error
-    PREFILL = "prefill"  # prefill gave it up, fell silent or restarted
+    ABORTED = "aborted"  # the engine aborted the request
+    RENDEZVOUS = "rendezvous"  # the metaserver is unreachable or answered with an error
+    PREFILL = "prefill"  # prefill gave up, stopped answering or restarted
     READ = "read"  # reading failed
-    MISMATCH = "mismatch"  # prefill's model or layout doesn't fit, or what it published doesn't
-    DEADLINE = "deadline"  # it took too long
+    MISMATCH = "mismatch"  # prefill's model, layout or published metadata doesn't match
+    DEADLINE = "deadline"  # the deadline passed
 
 
 RECEIVE_PHASES = ("waiting", "reading", "ending")
@@ -65,7 +65,7 @@ def _each(field: Field, label: str, values: Iterable[str]) -> tuple[Field, ...]:
 
 
 def receive_seconds() -> Histogram:
-    """An empty histogram of the series of that name."""
+    """An empty histogram for the series of receive durations."""
     return Histogram("receive_seconds", RECEIVE_BOUNDS_S)
 
 

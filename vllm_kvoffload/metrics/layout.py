@@ -1,10 +1,9 @@
-"""How the numbers of a worker lie in its memory file.
+"""Layout of a worker's memory file: a header, then two slots that are written alternately.
 
-A header, then two slots that are written in turn. A slot carries its sequence number and a checksum over
-number and values, and the reader takes the newest slot whose checksum holds. A slot caught half written fails
-its check, also on a processor that reorders stores, where a plain seqlock would need barriers that Python
-hasn't got; and as the other slot is whole meanwhile, a writer stopped or killed in mid-write never blocks a
-reader.
+A slot contains its sequence number and a checksum over number and values; the reader takes the newest slot
+with a valid checksum. A half-written slot fails the check even on a processor that reorders stores, where a
+seqlock would need barriers that Python lacks. The other slot is complete meanwhile, so a writer stopped or
+killed during a write never blocks a reader.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ _HEADER = struct.Struct("<8sIIQ")  # magic, schema, pid of the writer, time of c
 _CHECK = struct.Struct("<I4x")
 
 _PREFIX = "vllm-kvoffload"
-# What /proc/<pid>/fd/<n> points to. An instance id may hold anything, colons too.
+# Target of /proc/<pid>/fd/<n>. An instance id may contain any character, including colons.
 _LINK = re.compile(rf"/memfd:{_PREFIX}-(\w+):(.*):dp(\d+):tp(\d+) \(deleted\)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Field:
-    """One number. Counters only grow while the worker lives; the help text is what /metrics shows.
+    """One number. Counters only grow while the worker lives; /metrics shows the help text.
 
-    label: a label of the field's own and its value; the fields of one name make one series. Of a histogram,
-    whose label is ("le", upper bound in seconds), each field counts the values above the bound before it;
-    the bound "sum" has their sum in microseconds.
+    label: an additional label and its value; fields with the same name form one series. In a histogram, whose
+    label is ("le", upper bound in seconds), each field counts the values above the previous bound and up to
+    its own; the bound "sum" holds the sum of all values in microseconds.
     """
 
     name: str
@@ -43,7 +42,7 @@ class Field:
 
     @property
     def key(self) -> str:
-        """What the field is published by: `name`, or `name.value` of its label."""
+        """The key for publishing the field: `name`, or `name.value` with the value of its label."""
         return f"{self.name}.{self.label[1]}" if self.label else self.name
 
 
@@ -57,42 +56,42 @@ class Record:
 
 
 class FieldSet:
-    """What one kind of file holds. A worker has a file for each part of the product that counts in it.
+    """Contents of one kind of file. A worker has one file for each part of the product that counts in it.
 
     Args:
-        name: of the part, one word; it is in the file's name.
-        fields: in their order in the file, with keys of their own.
+        name: of the part, one word; used in the file's name.
+        fields: in file order, with unique keys.
     """
 
     def __init__(self, name: str, fields: Sequence[Field]) -> None:
         self.name, self.fields = name, tuple(fields)
         self.index: Mapping[str, int] = {field.key: number for number, field in enumerate(self.fields)}
-        # Changes with the fields by itself: a reader of another version refuses instead of misreading.
+        # Derived from the fields, so that a reader of another version rejects the file.
         self.schema = zlib.crc32(";".join(f"{field.key}:{field.kind}" for field in self.fields).encode())
         self._body = struct.Struct(f"<Q{len(self.fields)}q")  # sequence number, values
         self.slot_bytes = self._body.size + _CHECK.size
         self.file_bytes = _HEADER.size + 2 * self.slot_bytes
 
     def file_name(self, instance_id: str, dp_rank: int, tp_rank: int) -> str:
-        """Name of a worker's memory file; it shows in /proc and lsof, and is what readers look for."""
+        """Name of a worker's memory file, by which readers find it in /proc."""
         return f"{_PREFIX}-{self.name}:{instance_id}:dp{dp_rank}:tp{tp_rank}"
 
     def pack_header(self, pid: int, created_ns: int) -> bytes:
-        """The part that stays as it is while the writer lives."""
+        """The file's header, constant while the writer lives."""
         return _HEADER.pack(MAGIC, self.schema, pid, created_ns)
 
     def pack_slot(self, sequence: int, values: Sequence[int]) -> tuple[int, bytes]:
-        """Offset in the file and bytes of the slot that publication `sequence` goes to.
+        """File offset and contents of the slot for publication `sequence`.
 
-        Raises struct.error for a value that isn't an integer of 64 bits.
+        Raises struct.error for a value that isn't a 64-bit integer.
         """
         body = self._body.pack(sequence, *values)
         return _HEADER.size + (sequence & 1) * self.slot_bytes, body + _CHECK.pack(zlib.crc32(body))
 
     def parse(self, data: bytes) -> Record | None:
-        """The newest whole publication in a file's bytes.
+        """The newest complete publication in a file's bytes.
 
-        None when both slots were caught half written (read again), or the file isn't one of this version.
+        None if both slots were half written (read again), or the file is of another version.
         """
         if len(data) != self.file_bytes:
             return None
@@ -115,7 +114,7 @@ def parse_link(link: str) -> tuple[str, str, int, int] | None:
 
 
 class Histogram:
-    """Durations of one series, to be published by the keys of `fields`."""
+    """Durations of one series, published by the keys of `fields`."""
 
     def __init__(self, name: str, bounds_s: Sequence[float]) -> None:
         self._name, self._bounds_s = name, tuple(bounds_s)

@@ -1,7 +1,7 @@
-"""The reader's end: finds the workers of a server by their memory files, and reads them.
+"""The reader side: finds a server's workers by their memory files and reads these.
 
-Only processes of this user, descended from a given one, are looked into. Nothing of a worker is kept open
-between two reads, so a worker that is gone, also by SIGKILL, is gone here as well.
+Searches only this user's descendants of a given process. Keeps no file of a worker open between reads, so a
+worker that ended, even by SIGKILL, disappears from the next read.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from vllm_kvoffload.metrics.fields import FIELD_SETS
 from vllm_kvoffload.metrics.layout import parse_link
 
 RESCAN_S = 10.0
-"""Least time between two searches: one looks at every process of the machine, about 20 us each."""
+"""Minimum time between two searches; each examines every process of the machine, about 20 us apiece."""
 
 _ATTEMPTS = 16
 
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """What one part of a worker last published.
+    """Last publication of one part of a worker.
 
     Attributes:
         part: name of its field set.
@@ -43,7 +43,7 @@ class WorkerStats:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a worker's file is: descriptor `fd` of process `pid`; `link` is what it must point to."""
+    """Location of a worker's file: descriptor `fd` of process `pid`; `link` is its expected target."""
 
     pid: int
     fd: str
@@ -60,11 +60,11 @@ def find_stats(pid_root: int, instance_id: str | None = None) -> list[WorkerStat
 
 
 class StatsFinder:
-    """`find_stats` for a periodic reader: remembers where the workers are. Thread-safe.
+    """`find_stats` for a periodic reader: caches the workers' locations. Thread-safe.
 
     Args:
         pid_root, instance_id: see `find_stats`.
-        expected: parts of workers there should be. While fewer answer, reads search again, at most every
+        expected: expected number of workers' parts. While fewer are found, reads search again, at most every
             `rescan_s`.
     """
 
@@ -78,7 +78,7 @@ class StatsFinder:
         self._lock = threading.Lock()
 
     def read(self) -> list[WorkerStats]:
-        """As `find_stats`; a few system calls per worker unless a search is due."""
+        """Like `find_stats`, in a few system calls per worker unless a search is due."""
         with self._lock:
             found = _read_all(self._places)
             now = time.monotonic()
@@ -98,7 +98,7 @@ def _search(root: int, instance_id: str | None) -> Iterator[_Place]:
         for fd in descriptors:
             link = _link(pid, fd)
             identity = parse_link(link)
-            # Engines of one server may carry its instance id with a suffix of their own.
+            # Engines of one server may append suffixes to its instance id.
             if identity is None or identity[0] not in FIELD_SETS:
                 continue
             if instance_id is None or identity[1] in _aliases(instance_id, identity[2]):
@@ -110,7 +110,7 @@ def _aliases(instance_id: str, dp_rank: int) -> tuple[str, str]:
 
 
 def _descendants(root: int) -> list[int]:
-    """`root` and all below it, from one pass over /proc."""
+    """`root` and all its descendants, from one pass over /proc."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -120,7 +120,7 @@ def _descendants(root: int) -> list[int]:
                 stat = file.read()
         except OSError:
             continue
-        # The name, in parentheses, may hold anything; after it come the state and the parent.
+        # The name, in parentheses, may contain any character; the state and the parent follow it.
         parent = int(stat.rpartition(b")")[2].split()[1])
         children.setdefault(parent, []).append(int(entry))
     found = [root]
@@ -143,7 +143,7 @@ def _read_all(places: Iterable[_Place]) -> list[WorkerStats]:
         if stats is None:
             continue
         key = (stats.part, stats.instance_id, stats.dp_rank, stats.tp_rank)
-        # An engine made anew in the same process may not have closed its predecessor's file yet.
+        # A second engine in the same process may exist before its predecessor's file is closed.
         if key not in found or found[key].created_ns < stats.created_ns:
             found[key] = stats
     return sorted(
@@ -152,9 +152,9 @@ def _read_all(places: Iterable[_Place]) -> list[WorkerStats]:
 
 
 def _read(place: _Place) -> WorkerStats | None:
-    """A worker's values; None when it is gone, or the file belongs to another process or version."""
+    """A worker's values; None if it has ended, or the file belongs to another process or version."""
     identity = parse_link(place.link)
-    # Opening something else that took over the number, say a FIFO, could block: look before.
+    # The descriptor may have been reused for, say, a FIFO, whose open could block: check first.
     if identity is None or _link(place.pid, place.fd) != place.link:
         return None
     fields = FIELD_SETS[identity[0]]
@@ -172,7 +172,7 @@ def _read(place: _Place) -> WorkerStats | None:
         return None
     finally:
         os.close(fd)
-    # A forked child holds its parent's file too, and may outlive it.
+    # A forked child also holds its parent's file and may outlive the parent.
     if record is None or record.pid != place.pid:
         return None
     values = dict(zip(fields.index, record.values, strict=True))

@@ -1,4 +1,4 @@
-"""The periodic log lines: what a server's workers did since the last ones."""
+"""The periodic log lines: activity of a server's workers since the previous lines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class IntervalReport:
         totals: dict[tuple[int, int, str, int], Mapping[str, int]] = {}
         engines: dict[tuple[int, str], tuple[dict[str, int], dict[str, int]]] = {}
         for worker in workers:
-            # With the creation time in the key, a worker that was replaced starts from nothing again.
+            # The creation time in the key makes a replaced worker start from zero.
             key = (worker.dp_rank, worker.tp_rank, worker.part, worker.created_ns)
             totals[key], before = worker.values, self._totals.get(key, {})
             delta, gauges = engines.setdefault((worker.dp_rank, worker.part), ({}, {}))
@@ -40,7 +40,7 @@ class IntervalReport:
                     gauges[field.key] = max(gauges.get(field.key, 0), value)
                     continue
                 value -= before.get(field.key, 0)
-                # Each rank takes part in every transfer, but moves bytes of its own.
+                # Every rank takes part in each transfer, but transfers its own bytes.
                 one = worker.part != OFFLOAD.name and not field.name.endswith("_bytes")
                 known = delta.get(field.key, 0)
                 delta[field.key] = max(known, value) if one else known + value

@@ -1,8 +1,8 @@
-"""What vLLM loads in its API server, through the entry point group `vllm.stat_logger_plugins`.
+"""The stat logger that vLLM loads in its API server, from the entry points `vllm.stat_logger_plugins`.
 
-vLLM makes one object per API process with all the engines it manages, before its own Prometheus series, and
+vLLM makes one object per API process for all the engines it manages, before its own Prometheus series, and
 calls `log` every VLLM_LOG_STATS_INTERVAL seconds. Any plugin in that group makes vLLM keep statistics despite
---disable-log-stats; VLLM_PLUGINS with other names than `kvoffload_metrics` leaves this one out.
+--disable-log-stats; a VLLM_PLUGINS list without `kvoffload_metrics` disables this one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _registered: list[OffloadCollector] = []
 
 
 class OffloadStatLogger(AggregateStatLoggerBase):
-    """Puts the workers' counters into /metrics and the log. Does nothing for an engine that has none.
+    """Exports the workers' counters to /metrics and the log. Does nothing for an engine without counters.
 
     Args:
         vllm_config: of the engine.
@@ -59,13 +59,13 @@ class OffloadStatLogger(AggregateStatLoggerBase):
         _register(self._collector)
 
     def record(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's own statistics of a step: nothing in them is ours."""
+        """Ignores vLLM's own statistics of a step."""
 
     def log_engine_initialized(self) -> None:
-        """The start-up line is the worker's."""
+        """Does nothing: the worker logs the start-up line."""
 
     def log(self) -> None:
-        """One line for each engine and part that did something since the last call."""
+        """Logs one line for each engine and part that was active since the last call."""
         if self._collector is None:
             return
         for line in self._report.lines(self._collector.read(), time.monotonic()):
@@ -76,7 +76,7 @@ def counting_parts(vllm_config: VllmConfig) -> set[str]:
     """Names of the field sets that each worker of an engine publishes."""
     try:
         options = EngineOptions.of(vllm_config)
-    except ConfigError:  # for the platform to refuse, where there is one that reads this section
+    except ConfigError:  # reported by the platform, if it reads this section
         return set()
     parts = {OFFLOAD.name} if options.offload.enabled else set()
     if options.remote is not None:
@@ -87,7 +87,7 @@ def counting_parts(vllm_config: VllmConfig) -> set[str]:
 
 
 def _register(collector: OffloadCollector) -> None:
-    """Like vLLM's own series, those of a process's latest engine replace the ones before."""
+    """Replaces the series of this process's earlier engine, as vLLM does with its own."""
     while _registered:
         REGISTRY.unregister(_registered.pop())
     REGISTRY.register(collector)

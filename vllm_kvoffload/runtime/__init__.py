@@ -1,8 +1,8 @@
-"""Device abstraction: streams, events, bounded waits, and who owns the threads behind them.
+"""Device abstraction: streams, events and bounded waits, and the threads behind them.
 
-Owns every stream and event of the project. `base` is the interface, `cpu` runs side streams on threads,
-`delay` makes them overtake each other on purpose. Never touches tensors, KV layouts or requests: a task is
-just a function.
+Owns every stream and event of the project. `base` is the interface; `cpu` runs side streams on threads, `npu`
+on threads with a device stream; `delay` perturbs their timing in tests; `ranks` is the barrier of TP ranks.
+Never touches KV layouts or requests: a task is just a function.
 """
 
 from vllm_kvoffload.runtime.base import (

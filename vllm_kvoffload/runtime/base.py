@@ -1,4 +1,4 @@
-"""What the rest of the project knows about a device: streams, events, and the errors of waiting for them.
+"""The device interface used by the rest of the project: streams, events and the errors of waiting for them.
 
 A *stream* runs the work given to it in order; two streams are ordered only by events. An *event* marks a
 point of one stream and is recorded once; since it exists only after `record()`, a wait can only name
@@ -8,9 +8,9 @@ submitted function must do nothing but its copies or kernels, and its arguments 
 event says otherwise.
 
 Failures: a task that raises poisons its stream. Later tasks of that stream do not run, events recorded
-later carry the failure, a stream that waits for such an event is poisoned too, and whoever waits for any of
-it gets `TaskFailedError` with the task's own exception as `__cause__`. `Stream.recover()` ends this for
-work submitted after it, so that a failure can be kept to one request.
+later carry the failure, a stream that waits for such an event is poisoned too, and every waiter gets
+`TaskFailedError` with the task's own exception as `__cause__`. `Stream.recover()` ends this for work
+submitted after it, so that a failure can be confined to one request.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ DEFAULT_DEADLINE_S = 30.0
 
 
 class RuntimeFault(RuntimeError):
-    """Base of every error of this package."""
+    """Base class of this package's errors."""
 
 
 class TaskFailedError(RuntimeFault):
     """A task, or work that depends on it, failed. `__cause__` is the exception that the task raised.
 
-    Attributes: `stream`, `task`: where it was raised first, which need not be the stream that was waited
-    for.
+    Attributes: `stream`, `task`: origin of the exception, which may differ from the stream waited for.
     """
 
     def __init__(self, message: str, stream: str, task: str) -> None:
@@ -40,7 +39,7 @@ class TaskFailedError(RuntimeFault):
 
 
 class WaitTimeoutError(RuntimeFault, TimeoutError):
-    """A wait reached its deadline. Attributes: `awaited` (what for), `deadline_s`."""
+    """A wait reached its deadline. Attributes: `awaited` (label of the event), `deadline_s`."""
 
     def __init__(self, awaited: str, deadline_s: float, state: str) -> None:
         super().__init__(f"{awaited} not complete after {deadline_s:.3g} s: {state}")
@@ -91,8 +90,7 @@ class Stream(Protocol):
         """Name within its runtime."""
 
     def submit(self, fn: Callable[..., object], *args: Any, label: str | None = None) -> None:
-        """Run `fn(*args)` after all earlier work of this stream. Its result is dropped, its exception is
-        not.
+        """Run `fn(*args)` after all earlier work of this stream. Discards its result; keeps its exception.
 
         Raises StreamFullError, RuntimeClosedError.
         """
@@ -116,7 +114,7 @@ class Stream(Protocol):
 
 
 def join_events(events: Iterable[Event], stream: Stream, deadline_s: float) -> bool:
-    """Waits for all events of a stream, failed ones too, and lets it work on. True when none had failed.
+    """Waits for all events of a stream, recovers the stream and returns whether none had failed.
 
     Raises WaitTimeoutError.
     """
@@ -136,7 +134,7 @@ class Runtime(Protocol):
     """Named streams of one device."""
 
     def stream(self, name: str) -> Stream:
-        """The stream of that name, made at first use."""
+        """The stream of that name, created on first use."""
 
     def current_stream(self) -> Stream:
         """The stream of the caller's own work (the model's forward pass)."""
@@ -147,5 +145,5 @@ class Runtime(Protocol):
     def shutdown(self, deadline_s: float | None = None) -> None:
         """Finish queued work, cancel what is left at the deadline, free the streams. Idempotent.
 
-        Raises WaitTimeoutError naming what is stuck, TaskFailedError for a failure nobody has seen.
+        Raises WaitTimeoutError naming the stuck work, TaskFailedError for a failure not yet reported.
         """

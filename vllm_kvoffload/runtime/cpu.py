@@ -1,11 +1,10 @@
-"""The CPU runtime: one daemon thread per named stream, so that side streams really run beside the caller.
+"""The CPU runtime: one daemon thread per named stream, so that side streams run in parallel to the caller.
 
 Fork: threads do not survive a fork and their locks may be held in the child, so every call checks the
-process id first and raises RuntimeClosedError in a forked child; make a new runtime there.
+process id first and raises RuntimeClosedError in a forked child, which must make a new runtime.
 
-Exit: threads are daemons, so a task that never returns cannot hang the interpreter; runtimes still open at
-exit get
-`EXIT_DEADLINE_S` to finish queued work.
+Exit: threads are daemons, so a task that never returns cannot hang the interpreter. Runtimes still open at
+exit get `EXIT_DEADLINE_S` to finish queued work.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class _Failure:
         self.seen = False
 
     def throw(self, awaited: str) -> NoReturn:
-        # A new exception for each waiter: one instance raised in several threads would mix their
-        # tracebacks.
+        # A new exception for each waiter: one instance raised in several threads would mix their tracebacks.
         self.seen = True
         if isinstance(self.error, RuntimeClosedError):
             raise RuntimeClosedError(f"{awaited}: {self.error}") from self.error
@@ -87,7 +85,7 @@ class _Task:
             self.fn(*self.args)
         except BaseException as error:  # SystemExit too: a dead thread would leave waiters to their deadlines
             lane.fail(error, self.label)
-        # Delays the moment at which the work is seen to be complete, not the work.
+        # Delays only the visible completion of the work, not the work itself.
         lane.pause(index, "after")
 
 
@@ -107,8 +105,8 @@ class _WaitFor:
         self.label = f"wait for {event.describe()}"
 
     def run(self, lane: _Lane) -> None:
-        # A poisoned stream waits all the same: its later events must not complete while work they stand
-        # for, on whatever stream, still uses its buffers (I-7).
+        # A poisoned stream still waits: its later events must not complete while the work they cover, on any
+        # stream, still uses its buffers (I-7).
         try:
             failure = self.event.outcome(self.deadline_s)
         except WaitTimeoutError as error:
@@ -191,7 +189,7 @@ class _Lane:
         return f"stream {self.name!r} is {what}, {queued} items queued"
 
     def close(self) -> None:
-        """Accept nothing more; the thread ends after what is queued. The garbage collector calls it too."""
+        """Reject new work; the thread ends after the queued work. Also called by the garbage collector."""
         if os.getpid() != self._pid:
             return
         with self._work:
@@ -200,7 +198,7 @@ class _Lane:
             self.done.notify_all()
 
     def cancel(self) -> int:
-        """Drop what is queued, fail its events and return how many items there were."""
+        """Drop the queued items, fail their events and return the number of items."""
         with self._work:
             dropped = list(self._items)
             self._items.clear()
@@ -214,14 +212,14 @@ class _Lane:
         while (item := self._next()) is not None:
             try:
                 item.run(self)
-            except BaseException as error:  # of the stream itself, such as of its delays
+            except BaseException as error:  # raised by the stream itself, such as by its delays
                 self.fail(error, item.label)
             del item  # frees the task's arguments before the thread sleeps
 
     def _next(self) -> _Item | None:
         with self._work:
             self._running = None
-            # The one wait without a deadline: for work, not for an outcome. close() ends it.
+            # The only wait without a deadline: it waits for new work, not for a result. close() ends it.
             self._work.wait_for(lambda: bool(self._items) or self._closing)
             if not self._items:
                 return None
@@ -254,7 +252,7 @@ class CpuEvent:
             failure.throw(self.describe())
 
     def outcome(self, deadline_s: float) -> _Failure | None:
-        """Wait and return how the work before the event failed, if it did. Raises WaitTimeoutError."""
+        """Wait, and return the failure of the work before the event, if any. Raises WaitTimeoutError."""
         if not self._complete:
             self.lane.check_process()
             with self.lane.done:
@@ -271,7 +269,7 @@ class CpuEvent:
 
 
 class _CallerEvent:
-    """A point of the caller's own stream: by the time it is recorded all earlier work is done."""
+    """A point of the caller's own stream; all earlier work is done when it is recorded."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -319,12 +317,10 @@ class CpuStream:
 
 
 class _CallerStream:
-    """The calling thread as a stream: work is done when `submit` returns, and its exceptions are the
-    caller's.
+    """The calling thread as a stream: `submit` runs the work itself and raises its exceptions.
 
-    So work of the caller cannot be overtaken by a side stream that was given its work later. A test that
-    looks for a missing wait in that direction passes a named stream to the code under test as its compute
-    stream.
+    A side stream can therefore not overtake the caller's earlier work. A test for a missing wait in that
+    direction passes a named stream to the code under test as its compute stream.
     """
 
     name = CALLER_STREAM
@@ -350,12 +346,11 @@ class _CallerStream:
 
 
 class CpuRuntime:
-    """Streams on threads (see `base.Runtime`). Also a context manager that shuts down at its end.
+    """Streams on threads (see `base.Runtime`). Also a context manager that shuts the runtime down.
 
-    `delays`: random-delay mode; None reads KVOFFLOAD_RUNTIME_DELAY (`seed[:max_ms]`), unset means no
-    delays.
-    `max_pending`: items a stream holds before `submit` waits for room; `default_deadline_s` bounds that
-    wait too.
+    `delays`: random-delay mode; None reads KVOFFLOAD_RUNTIME_DELAY (`seed[:max_ms]`), unset means no delays.
+    `max_pending`: items a stream holds before `submit` waits for room; `default_deadline_s` bounds that wait
+    too.
     Raises ValueError for a bad argument or variable.
     """
 
@@ -378,7 +373,7 @@ class CpuRuntime:
         self._lanes: dict[str, _Lane] = {}
         self._owner = object()
         self._caller = _CallerStream(self._default_deadline_s)
-        # Lanes must not refer to the runtime, or it would never be collected and its threads never end.
+        # Lanes must not refer to the runtime, or it would never be collected and its threads would never end.
         weakref.finalize(self, _close_lanes, self._lanes).atexit = False
         _live.add(self)
 
@@ -386,7 +381,7 @@ class CpuRuntime:
         """See `base.Runtime`.
 
         Raises RuntimeClosedError, ValueError for the reserved or an empty name, RuntimeFault above
-        MAX_STREAMS: names are few and fixed, not made up per request.
+        MAX_STREAMS: names must be few and fixed, not generated per request.
         """
         if not name or name == CALLER_STREAM:
             raise ValueError(f"stream name {name!r}: expected a name, and not {CALLER_STREAM!r}")
@@ -451,9 +446,7 @@ class CpuRuntime:
         try:
             self.shutdown()
         except RuntimeFault:
-            if (
-                error is None
-            ):  # an error on its way out says more than what it leaves behind, which is in the log
+            if error is None:  # the propagating error says more than its consequences, which are logged
                 raise
             logger.exception("shutdown after %r", error)
 

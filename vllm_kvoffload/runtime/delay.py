@@ -1,8 +1,7 @@
-"""Random-delay mode: seeded delays around every task, so that streams overtake each other as they may on a
-device.
+"""Random-delay mode: seeded delays around every task make streams overtake each other, as on a device.
 
-A missing wait then shows as wrong data on CPU (I-17). Order within a stream and order given by events are
-never changed, so a correct program gives the same result for every seed.
+A missing wait then shows up as wrong data on CPU (I-17). Order within a stream and order imposed by events
+never change, so a correct program gives the same result for every seed.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ DELAY_ENV = "KVOFFLOAD_RUNTIME_DELAY"
 DEFAULT_MAX_MS = 5.0
 LIMIT_MS = 1000.0
 
-# Drawn per seed and stream. Independent delays average out over a long queue; it takes a stream that is
-# slow as a whole, beside one that is not, for one to fall many tasks behind the other.
+# Drawn per seed and stream. Independent delays average out over a long queue; a stream falls many tasks
+# behind another only if it is slow as a whole.
 _STREAM_PACES = (0.0, 0.2, 1.0)
 
 
@@ -45,7 +44,7 @@ class DelayPlan:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> DelayPlan | None:
-        """The plan asked for by KVOFFLOAD_RUNTIME_DELAY, or None when it is unset or empty."""
+        """The plan given by KVOFFLOAD_RUNTIME_DELAY, or None when it is unset or empty."""
         text = environ.get(DELAY_ENV, "")
         return cls.parse(text) if text else None
 

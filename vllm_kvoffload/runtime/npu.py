@@ -1,8 +1,8 @@
 """The NPU runtime: a side stream is a thread of its own *and* a device stream that is current in it.
 
-A task may so do both, work on the host and copies or kernels on the device. It counts as done when the thread
-has run it and the device has finished what it queued; therefore its arguments may be dropped then, without
-telling torch's allocator of streams. Threads, queues, deadlines and failures are those of the CPU runtime.
+A task may work on the host and also queue copies or kernels on the device. It is complete when the thread has
+run it and the device has finished the work it queued. Its arguments may then be freed without telling torch's
+allocator about streams. Threads, queues, deadlines and failures are those of the CPU runtime.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NpuEvent:
         self._default_deadline_s = default_deadline_s
 
     def query(self) -> bool:
-        self._npu.set_device(self._device)  # the caller may be a thread that never was on the device
+        self._npu.set_device(self._device)  # the calling thread may not have selected the device yet
         return bool(self._event.query())
 
     def wait(self, deadline_s: float | None = None) -> None:
@@ -69,7 +69,7 @@ class _ComputeStream:
         return NpuEvent(self._npu, self._device, event, label or "unnamed", self._default_deadline_s)
 
     def wait_event(self, event: Event, deadline_s: float | None = None) -> None:
-        # On the host: a side stream's event is complete only when its thread has been there.
+        # On the host: a side stream's event is complete only after its thread has reached it.
         event.wait(self._default_deadline_s if deadline_s is None else deadline_s)
 
     def synchronize(self, deadline_s: float | None = None) -> None:
@@ -80,7 +80,7 @@ class _ComputeStream:
 
 
 def compute_stream(npu: Any, device: int, default_deadline_s: float = DEFAULT_DEADLINE_S) -> Stream:
-    """The stream of the caller's own work on a device, for who needs no other."""
+    """The stream of the caller's own work on a device, for callers without side streams."""
     return _ComputeStream(npu, device, default_deadline_s)
 
 
@@ -105,7 +105,7 @@ class NpuStream:
         self._lane.submit(self._run, fn, args, label=name)
 
     def _run(self, fn: Callable[..., object], args: tuple[Any, ...]) -> None:
-        self._npu.set_device(self._device)  # a new thread has device 0
+        self._npu.set_device(self._device)  # a new thread starts on device 0
         with self._npu.stream(self._stream):
             fn(*args)
             self._stream.synchronize()
@@ -128,9 +128,9 @@ class NpuStream:
 
 
 class DeviceLane:
-    """A device stream without a thread: kernels are queued on it, and nobody on the host waits for them.
+    """A device stream without a thread: kernels are queued on it without a wait on the host.
 
-    What they read and write must stay as it is until the compute stream has joined them.
+    Memory that they read or write must not be touched until the compute stream has joined them.
     """
 
     def __init__(self, npu: Any, device: int, default_deadline_s: float) -> None:
@@ -140,7 +140,7 @@ class DeviceLane:
         self._stream = npu.Stream()
 
     def submit(self, launch: Callable[..., object], *args: Any) -> Any:
-        """Calls ``launch``, whose kernels run after all that the compute stream was given so far. Returns an
+        """Calls ``launch``, whose kernels run after all work queued on the compute stream so far. Returns an
         event for :meth:`join`."""
         before, after = self._npu.Event(), self._npu.Event()
         before.record(self._npu.current_stream())
@@ -151,7 +151,7 @@ class DeviceLane:
         return after
 
     def join(self, event: Any) -> None:
-        """What the compute stream is given from now on runs after the event."""
+        """Makes work queued on the compute stream from now on run after the event."""
         self._npu.current_stream().wait_event(event)
 
     def synchronize(self, deadline_s: float | None = None) -> None:
@@ -164,8 +164,8 @@ class DeviceLane:
 class NpuRuntime:
     """Streams of one NPU (see `base.Runtime`).
 
-    `npu`: torch.npu, or what stands for it in tests. `device`: index of the device, of which the streams are.
-    `threads`: the runtime whose threads run the tasks; it is shut down with this one.
+    `npu`: torch.npu, or its substitute in tests. `device`: index of the streams' device. `threads`: the
+    runtime whose threads run the tasks; it is shut down with this one.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class NpuRuntime:
         return self._compute
 
     def lane(self) -> DeviceLane:
-        """A new device stream for work that the host only queues."""
+        """A new device stream for work that the host queues without waiting."""
         lane = DeviceLane(self._npu, self._device, self._default_deadline_s)
         self._lanes.append(lane)
         return lane
@@ -210,10 +210,10 @@ class NpuRuntime:
             synchronize(max(0.0, limit_s - (time.monotonic() - start)))
 
     def shutdown(self, deadline_s: float | None = None) -> None:
-        with ExitStack() as stack:  # all of them, though one may fail
+        with ExitStack() as stack:  # closes all of them even if one fails
             stack.callback(self._threads.shutdown, deadline_s)
             stack.callback(self._lanes.clear)
-            # Kernels read memory that is freed next.
+            # Kernels may still read memory that is freed next.
             stack.callback(self._compute.synchronize, deadline_s)
             for lane in self._lanes:
                 stack.callback(lane.synchronize, deadline_s)

@@ -1,4 +1,4 @@
-"""Waiting for the other ranks of a tensor parallel group, with a deadline."""
+"""A barrier of the ranks of a tensor parallel group, with a deadline."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from datetime import timedelta
 import torch
 
 DEADLINE_S = 60.0
-"""Bound of a wait for another rank; ranks take milliseconds, so this only ends what is stuck."""
+"""Limit of a wait for another rank. Ranks take milliseconds, so only a stuck rank reaches it."""
 
 
 def rank_barrier(group: torch.distributed.ProcessGroup) -> Callable[[], None]:
-    """A barrier of the TP ranks that ends: a rank that doesn't come is an error after the deadline."""
+    """A bounded barrier of the TP ranks: a missing rank raises RuntimeError after the deadline."""
     timeout = timedelta(seconds=DEADLINE_S)
 
     def barrier() -> None:

@@ -131,7 +131,7 @@ class Delivery(ABC):
 
     @abstractmethod
     def _serve(self, layer: int, pool: GroupPool, new_rows: Rows, step: StepState) -> Rows:
-        """Copies a layer's rows to their planned slots; returns the pool that the plan refers to, as bytes."""
+        """Copies a layer's rows to their planned slots; returns the plan's pool, as bytes."""
 
     @abstractmethod
     def _tokens(self, step: StepState) -> torch.Tensor:
