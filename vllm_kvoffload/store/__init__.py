@@ -1,8 +1,8 @@
 """KV stores: objects of whole KV blocks that outlive a request, behind one small interface.
 
-Owns: objects, their keys, reservations and leases, and what is evicted. `base` is the interface, `keys` and
-`handshake` keep different caches apart, `local` (one engine's own memory) and `memcache` implement it.
-Never touches: the layout of an object, vLLM's blocks and hashes, nor when a layer is loaded or saved.
+Owns objects, their keys, reservations and leases, and eviction. `base` is the interface, `keys` and
+`handshake` separate incompatible caches, `local` (one engine's own memory) and `memcache` implement the
+interface. Never touches the layout of an object, vLLM's blocks and hashes, or the timing of loads and saves.
 """
 
 from vllm_kvoffload.store.base import (

@@ -1,7 +1,7 @@
-"""The interface of a KV store, what its calls exchange, and its errors. Neither vLLM nor torch.
+"""The interface of a KV store, its value types and its errors. Imports neither vLLM nor torch.
 
-A store holds objects: one per KV block, with the block's KV of all layers at byte offsets that the caller's
-layout decides. An object is written once, can be read only after `finish_write`, and never changes then.
+A store holds one object per KV block, with the block's KV of all layers at byte offsets set by the caller's
+layout. An object is written once, is readable only after `finish_write`, and never changes afterwards.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class StoreError(RuntimeError):
-    """The store can't do what was asked, or failed while doing it."""
+    """The store rejected a call, or failed during it."""
 
 
 class StoreUnavailableError(StoreError):
-    """The store's package or service is missing or down; the message says what to do."""
+    """The store's package or service is missing or down; the message names the fix."""
 
 
 class StoreMismatchError(StoreError):
-    """Two engines that share a store disagree about what is in it; the message names the fact."""
+    """Two engines that share a store disagree on its contents; the message names the differing fact."""
 
 
 class WriteRefusal(Enum):
     """Why a key can't be written now."""
 
     EXISTS = "exists"
-    """It is readable already, or somebody is writing it: nothing to do."""
+    """The key is already readable or being written: nothing to do."""
     FULL = "full"
-    """No room, even after evicting all that may go."""
+    """No room, even after evicting all evictable objects."""
 
 
 @dataclass(frozen=True)
 class ReadObject:
     """An object pinned against eviction, for the client that opened it.
 
-    address: what `CopySpans.object_address` counts from; means nothing to other clients. nbytes: at least
-    what the writer asked for. handle: of this opening.
+    address: base of `CopySpans.object_address`, valid in this client only. nbytes: at least the size that the
+    writer requested. handle: of this opening.
     """
 
     key: str
@@ -57,7 +57,7 @@ class ReadObject:
 
 @dataclass(frozen=True)
 class WriteObject:
-    """Room reserved for an object, for the client that opened it. Fields as those of `ReadObject`."""
+    """Room reserved for an object, for the client that opened it. Fields as in `ReadObject`."""
 
     key: str
     address: int
@@ -96,15 +96,15 @@ class CopySpans:
 class Store(Protocol):
     """A client of one process. All methods may be called from any thread.
 
-    Every method returns within the backend's deadline (seconds), `copy` within the time that its bytes take.
-    A store that is down raises StoreUnavailableError at once or nearly so, is tried again in the background
-    or by later calls, and works again without a restart; what was open then is gone.
+    Every method returns within the backend's deadline (seconds), `copy` within the time needed for its bytes.
+    A store that is down raises StoreUnavailableError almost immediately. It is retried in the background or
+    by later calls and recovers without a restart; objects open at the failure are lost.
     """
 
     name: str
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Makes local memory known that copies will touch. May be called again for more.
+        """Registers local memory for copies. May be called again for more regions.
 
         Raises StoreError: a region is empty or overlaps another one, or the backend refuses it.
         """
@@ -112,42 +112,41 @@ class Store(Protocol):
     def lookup(self, keys: Sequence[str]) -> int:
         """Length of the leading run of keys that are readable now; never raises, an error counts as 0.
 
-        Nothing is pinned: a key may be gone when it is opened. Counts as a use of these objects, the first
-        key the most recent, so that the end of a prefix is evicted before its beginning.
+        Pins nothing: a key may be evicted before it is opened. Counts as a use of these objects, the first
+        key most recently, so that the end of a prefix is evicted before its beginning.
         """
 
     def open_read(self, keys: Sequence[str], lease_s: float) -> list[ReadObject | None]:
-        """Pins objects for at most `lease_s` seconds; None for a key that is not readable (any more).
+        """Pins objects for at most `lease_s` seconds; None for a key that is not (or no longer) readable.
 
-        After the lease `copy` refuses the object. Raises StoreError.
+        After the lease `copy` rejects the object. Raises StoreError.
         """
 
     def close_read(self, objects: Sequence[ReadObject]) -> None:
-        """Unpins; no copy of these objects may be running. Never raises, what is closed already is fine."""
+        """Unpins objects; no copy of them may be running. Never raises; closed objects are ignored."""
 
     def open_write(self, keys: Sequence[str], nbytes: int) -> list[WriteObject | WriteRefusal]:
         """Reserves room for objects of `nbytes` each.
 
         `local`: all or nothing; either every key that does not exist gets room, or each of them is FULL.
-        `memcache`: as many as there is room for, the others are FULL (it can't give room back before the end
-        of a lease). A reservation that is not finished within the backend's write lease lapses, also when the
-        process dies. Raises StoreError: nothing is reserved then, or it lapses.
+        `memcache`: reserves as many as fit, the others are FULL (it can't release room before the end of a
+        lease). A reservation not finished within the backend's write lease lapses, even if the process dies.
+        Raises StoreError: nothing is reserved then, or the reservation lapses.
         """
 
     def finish_write(self, objects: Sequence[WriteObject], ok: Sequence[bool]) -> list[bool]:
         """Publishes each object, or discards it where not ok. No copy of them may be running.
 
-        False: not published, because it was not ok, lapsed, or the store forgot it. Raises StoreError, and
-        the objects then are gone or lapse; they are never readable in part.
+        Returns False for an object not published: it was not ok, had lapsed, or the store lost it. After a
+        StoreError the objects are gone or lapse; a partly written object is never readable.
         """
 
     def copy(self, spans: CopySpans, direction: Direction) -> None:
-        """Moves all bytes, blocking, with the GIL released. save: local to open writes. load: the reverse.
+        """Copies all bytes, blocking, with the GIL released. save: local memory to open writes; load: back.
 
-        Raises StoreError: a span lies outside what is open or registered (nothing was copied), or a lease
-        ended before the copy did (what a load brought is not to be used, what a save brought is not
-        published).
+        Raises StoreError: a span lies outside open objects or registered memory (nothing was copied), or a
+        lease ended during the copy (loaded data is invalid, saved data is not published).
         """
 
     def close(self) -> None:
-        """Lets go of everything that is open, memory and connections. Idempotent."""
+        """Closes all open objects and releases memory and connections. Idempotent."""

@@ -1,4 +1,4 @@
-"""Free space of a pool, as extents in order of address. Pure."""
+"""Free space of a pool, as extents in order of address. No I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bisect import bisect_left
 class FreeSpace:
     """Free extents of `capacity` bytes; neighbours are always merged.
 
-    First fit by address: pools mostly hold objects of one size, where any hole fits.
+    First fit by address: most pools hold objects of one size, so any hole fits.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -21,13 +21,13 @@ class FreeSpace:
         return sum(self._sizes)
 
     def copy(self) -> FreeSpace:
-        """An independent copy, to plan on."""
+        """An independent copy, for trial allocations."""
         made = FreeSpace(0)
         made._starts, made._sizes = self._starts[:], self._sizes[:]
         return made
 
     def take(self, nbytes: int) -> int | None:
-        """Address of `nbytes` (above 0) that are free no more; None if no extent is large enough."""
+        """Allocates `nbytes` (above 0); returns the address, or None if no extent is large enough."""
         for at, size in enumerate(self._sizes):
             if size >= nbytes:
                 start = self._starts[at]
@@ -39,7 +39,7 @@ class FreeSpace:
         return None
 
     def give(self, start: int, nbytes: int) -> None:
-        """Returns what `take` gave. Raises ValueError: some of it is free already."""
+        """Frees an extent allocated by `take`. Raises ValueError: part of it is already free."""
         at = bisect_left(self._starts, start)
         overlaps_next = at < len(self._starts) and start + nbytes > self._starts[at]
         overlaps_previous = at > 0 and self._starts[at - 1] + self._sizes[at - 1] > start

@@ -1,8 +1,8 @@
-"""Drift between engines that share a store is an error that names the fact, not a store without hits.
+"""Handshake of engines that share a store: differing settings raise an error instead of causing no hits.
 
-The facts of a key space stand in a small object of the store, the manifest. Its key depends on the model's
-name and the namespace only, so an engine that means to share this model's blocks but disagrees in anything
-else finds it and says what differs.
+A small object of the store, the manifest, holds the facts of a key space. Its key depends only on the model's
+name and the namespace, so an engine that shares these but differs in any other fact finds the manifest and
+reports the difference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HASH_SEED = "PYTHONHASHSEED"
 MANIFEST_BYTES = 4096
 LEASE_S = 10.0
 WRITER_S = 5.0
-"""How long another engine may take to write the manifest."""
+"""Time limit for another engine to write the manifest."""
 
 _POLL_S = 0.01
 _FIXES = {
@@ -37,9 +37,9 @@ _FIX = "give all engines the same value, or this one a namespace of its own"
 
 
 def require_hash_seed(environ: Mapping[str, str], *, shared: bool) -> None:
-    """Refuses a start with random hashes where several processes' hashes must agree.
+    """Rejects random hashes if the hashes of several processes must agree.
 
-    Raises ConfigError: `shared`, and PYTHONHASHSEED is unset, "random" or no number.
+    Raises ConfigError: `shared`, and PYTHONHASHSEED is unset, "random" or not a number.
     """
     value = environ.get(HASH_SEED)
     if shared and not (value or "").isdecimal():
@@ -63,25 +63,25 @@ def _buffer_of(store: Store) -> npt.NDArray[np.uint8]:
 
 
 class Handshake:
-    """One engine's side of the comparison; made in a process that copies.
+    """One engine's side of the comparison; must be made in a process that copies.
 
-    Registers MANIFEST_BYTES of its own memory with the store, once per store. Raises StoreError: that fails.
+    Registers MANIFEST_BYTES of its own memory with the store, once per store. Raises StoreError on failure.
     """
 
     def __init__(self, store: Store, keyspace: KeySpace) -> None:
         self._store = store
         self._key = keyspace.manifest_key
         self._facts: dict[str, object] = {"version": VERSION, **asdict(keyspace)}
-        del self._facts["shard"]  # parts of one cache, with a key of their own
+        del self._facts["shard"]  # shards are parts of one cache, with separate keys
         self._buffer = _buffer_of(store)
         self._address = int(self._buffer.ctypes.data)
 
     def verify(self) -> None:
-        """Compares with the manifest, or leaves one. Repeat it now and then: a store that lost all is filled
-        anew, maybe by others.
+        """Compares with the manifest, or writes one. Must be repeated: a store that lost its contents may be
+        refilled by other engines.
 
         Raises StoreMismatchError, which names the fact and both values. StoreError: the store is down, or the
-        manifest was not to be had within WRITER_S.
+        manifest was not readable within WRITER_S.
         """
         end = time.monotonic() + WRITER_S
         while True:
@@ -145,7 +145,7 @@ class Handshake:
 
 
 def handshake(store: Store, keyspace: KeySpace) -> Handshake:
-    """A verified handshake. Raises as `Handshake` and `verify` do."""
+    """A verified handshake. Raises the errors of `Handshake` and `verify`."""
     made = Handshake(store, keyspace)
     made.verify()
     return made

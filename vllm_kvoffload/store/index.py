@@ -1,13 +1,12 @@
-"""What is in a pool: objects, who reads and writes them, what is evicted. A pure state machine.
+"""Index of a pool: objects, their readers and writers, and eviction. A pure state machine.
 
-Time is an argument, in seconds of any clock that never goes back. Not locked. An object is
+Time is an argument, in seconds of any monotonic clock. Not locked. An object is
 
-- reserved from `open_write` on: it has room and a key that nobody else may write, and can't be read;
-- ready after `finish_write`: it can be read, and evicted (least recently used first) while nobody has it
-  open;
-- lapsed when its writer did not finish in time: the key is free, but the room is not used again before the
-  writer says that it writes no more, or is known to be dead. A writer that was merely stopped for a while may
-  still be copying into it.
+- reserved from `open_write` on: it has room and an exclusive key, and can't be read;
+- ready after `finish_write`: it can be read, and evicted (least recently used first) while it is not open;
+- lapsed if its writer did not finish in time: the key is free, but the room is reused only when the writer
+  has reported that its copies have drained, or is known to be dead. A writer that was merely stopped for a
+  while may still be copying into it.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from vllm_kvoffload.store.extents import FreeSpace
 
 ALIGNMENT = 4096
 SPARE_DEADLINES = 1024
-"""Deadlines of closed objects that are kept at most, besides as many as there are open ones."""
+"""Maximum number of deadlines kept for closed objects, in addition to the number of open objects."""
 
 
 @dataclass(frozen=True)
 class Grant:
-    """An opened object: `offset` in the pool, until `deadline`, known by `handle` from now on."""
+    """An opened object: its `offset` in the pool, the `deadline` of its lease, and its `handle`."""
 
     handle: int
     offset: int
@@ -54,7 +53,7 @@ class _Open:
 
 @dataclass
 class IndexStats:
-    """Counters since the start, and what is there now (bytes)."""
+    """Counters since the start, and current use of the pool (bytes)."""
 
     used_bytes: int = 0
     ready_objects: int = 0
@@ -80,7 +79,7 @@ class ObjectIndex:
     # ------------------------------------------------------------------------------------------- reading
 
     def lookup(self, keys: Sequence[str], now: float) -> int:
-        """Length of the leading run of ready keys, each of which counts as used, the first as the last."""
+        """Length of the leading run of ready keys. Marks each as used, the first key most recently."""
         self.expire(now)
         run = 0
         while run < len(keys) and keys[run] in self._ready:
@@ -99,7 +98,7 @@ class ObjectIndex:
         ]
 
     def close_read(self, client: str, handles: Sequence[int]) -> None:
-        """Unpins; unknown handles and those of others are left alone."""
+        """Unpins objects; ignores unknown handles and those of other clients."""
         for handle in handles:
             opened = self._open.get(handle)
             if opened is not None and opened.client == client and not opened.writing:
@@ -111,7 +110,7 @@ class ObjectIndex:
     def open_write(
         self, client: str, keys: Sequence[str], nbytes: int, now: float, lease_s: float
     ) -> list[Grant | WriteRefusal]:
-        """Reserves room for all keys that are neither ready nor reserved, or for none of them."""
+        """Reserves room for all keys that are neither ready nor reserved, or for none."""
         self.expire(now)
         new = [key for key in dict.fromkeys(keys) if key not in self._ready and key not in self._reserved]
         self._touch([key for key in keys if key in self._ready])
@@ -125,11 +124,11 @@ class ObjectIndex:
         for key, offset in zip(new, offsets, strict=True):
             object_ = self._reserved[key] = _Object(key, offset, size)
             grants[key] = self._grant(client, object_, now + lease_s, writing=True)
-        # A key that is twice in one call is written once.
+        # A key that occurs twice in one call is written once.
         return [grants.pop(key, WriteRefusal.EXISTS) for key in keys]
 
     def finish_write(self, client: str, handles: Sequence[int], ok: Sequence[bool], now: float) -> list[bool]:
-        """Publishes or discards; True where the object is ready now."""
+        """Publishes or discards objects; True where the object is now ready."""
         self.expire(now)
         published = [self._finish(client, handle, good) for handle, good in zip(handles, ok, strict=True)]
         self._touch([object_.key for object_ in published if object_ is not None])
@@ -153,9 +152,9 @@ class ObjectIndex:
     # ------------------------------------------------------------------------------------ clients and time
 
     def drop(self, client: str, *, quiet: bool) -> None:
-        """Closes all that a client has open, which surely copies no more if it is quiet.
+        """Closes everything that a client has open. quiet: its copies are known to have drained.
 
-        Else what it wrote lapses, and what it reads stays pinned to the end of its leases.
+        Otherwise its reservations lapse, and its reads stay pinned until their leases end.
         """
         for handle in [handle for handle, opened in self._open.items() if opened.client == client]:
             opened = self._open[handle]
@@ -168,11 +167,11 @@ class ObjectIndex:
                 self.close_read(client, [handle])
 
     def clients(self) -> set[str]:
-        """Those that have something open, or lapsed."""
+        """Clients with open or lapsed objects."""
         return {opened.client for opened in self._open.values()}
 
     def expire(self, now: float) -> None:
-        """Ends the leases whose time is over; every other method does so first."""
+        """Ends expired leases; every other method does this first."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, handle = heapq.heappop(self._deadlines)
             opened = self._open.get(handle)
@@ -192,7 +191,7 @@ class ObjectIndex:
     # ----------------------------------------------------------------------------------------------- room
 
     def _make_room(self, count: int, size: int, spared: set[str]) -> list[int] | None:
-        """Room for `count` objects, evicting as few as needed; None, with nothing changed, if there isn't."""
+        """Allocates `count` objects, evicting as few as needed; None, with nothing changed, if impossible."""
         free = self._free.copy()
         victims: list[_Object] = []
         candidates = self._evictable(spared)
@@ -225,7 +224,7 @@ class ObjectIndex:
         if not writing:
             object_.readers += 1
         heapq.heappush(self._deadlines, (deadline, handle))
-        if len(self._deadlines) > 2 * len(self._open) + SPARE_DEADLINES:  # mostly of what was closed long ago
+        if len(self._deadlines) > 2 * len(self._open) + SPARE_DEADLINES:  # most belong to closed objects
             self._deadlines = [(opened.deadline, number) for number, opened in self._open.items()]
             heapq.heapify(self._deadlines)
         return Grant(handle, object_.offset, object_.nbytes, deadline)
@@ -237,14 +236,14 @@ class ObjectIndex:
     # ---------------------------------------------------------------------------------------- what is there
 
     def snapshot(self) -> IndexStats:
-        """The counters, with what is there now filled in."""
+        """The counters, including current use."""
         objects = [*self._ready.values(), *self._reserved.values()]
         self.stats.used_bytes = sum(object_.nbytes for object_ in objects)
         self.stats.ready_objects = len(self._ready)
         return self.stats
 
     def occupied(self) -> list[tuple[int, int]]:
-        """(offset, bytes) of all room that is not free, in order; for checks."""
+        """(offset, bytes) of all occupied room, in order; for checks."""
         lapsed = [opened.object for opened in self._open.values() if opened.lapsed]
         objects = [*self._ready.values(), *self._reserved.values(), *lapsed]
         return sorted((object_.offset, object_.nbytes) for object_ in objects)

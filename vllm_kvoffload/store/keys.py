@@ -1,8 +1,8 @@
-"""Keys of stored blocks: everything that makes two caches different is in them. Pure.
+"""Keys of stored blocks, which include every fact that distinguishes two caches. No I/O.
 
-``<model>.<facts>.<shard>.<block hash>``: the model's name as far as a key can hold it, for people; a digest
-of all facts; the shard; the hash that vLLM gives the block, which covers all tokens before it. After a reset
-a generation stands before the hash.
+``<model>.<facts>.<shard>.<block hash>``: the model's name, shortened to fit, for readability; a digest of all
+facts; the shard; vLLM's hash of the block, which covers all preceding tokens. After a reset, a generation
+precedes the hash.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_KEY_CHARS = 256
 """MemCache's limit."""
 
 VERSION = 1
-"""Of the meaning of keys and objects; another version never shares an object with this one."""
+"""Version of the format of keys and objects; different versions never share objects."""
 
 _MODEL_CHARS = 40
 _REQUEST_CHARS = 64
@@ -27,13 +27,12 @@ _REQUEST_CHARS = 64
 class KeySpace:
     """The facts that must agree before two engines may exchange blocks.
 
-    model: its name or path. revision: of the checkpoint, "" where unknown. dtype: of the KV cache.
-    block_size: tokens of a block. layout_digest: of the order, offsets and sizes of the layers in an object.
-    shard: which part of the heads, such as "0of1". hash_probe: the hash of a fixed block, by the process that
-    hashes; it differs between hash seeds and algorithms. namespace: keeps engines apart that agree on all
-    else.
+    model: its name or path. revision: of the checkpoint, "" if unknown. dtype: of the KV cache.
+    block_size: tokens per block. layout_digest: of the order, offsets and sizes of the layers in an object.
+    shard: the part of the heads, such as "0of1". hash_probe: the hash of a fixed block, from the process that
+    hashes; it differs between hash seeds and algorithms. namespace: separates engines that otherwise agree.
 
-    Raises ValueError: a block size below 1, or a shard that can't stand in a key.
+    Raises ValueError: a block size below 1, or a shard that is not valid in a key.
     """
 
     model: str
@@ -53,19 +52,19 @@ class KeySpace:
 
     @property
     def prefix(self) -> str:
-        """What all keys of this space begin with."""
+        """Common prefix of all keys of this space."""
         facts = {field.name: getattr(self, field.name) for field in fields(self)}
         return f"{_tag(self.model)}.{_digest([VERSION, facts])}.{self.shard}"
 
     @property
     def manifest_key(self) -> str:
-        """Where the engines that mean to share this model's blocks leave their facts."""
+        """Key of the manifest, in which engines that share this model's blocks publish their facts."""
         return f"{_tag(self.model)}.{_digest([VERSION, self.namespace, self.model])}.manifest"
 
     def key(self, block_hash: bytes, generation: str = "") -> str:
         """Key of a full block. generation: up to 16 letters and digits.
 
-        Raises ValueError: no hash, or one of more than 64 bytes; another generation.
+        Raises ValueError: an empty hash or one of more than 64 bytes; an invalid generation.
         """
         if not 0 < len(block_hash) <= 64:
             raise ValueError(f"block hash of {len(block_hash)} bytes: expected 1 to 64")
@@ -76,8 +75,8 @@ class KeySpace:
         return f"{self.prefix}.{generation}.{block_hash.hex()}"
 
     def partial(self, request: str, block_index: int, end_token: int) -> str:
-        """Key of a snapshot of a request's last block, which holds its tokens up to `end_token`."""
-        # Request ids come from clients: any characters, any length.
+        """Key of a snapshot of a request's last block, with its tokens up to `end_token`."""
+        # Request ids come from clients and may have any characters and length.
         name = (
             request
             if re.fullmatch(rf"[A-Za-z0-9_-]{{1,{_REQUEST_CHARS}}}", request)

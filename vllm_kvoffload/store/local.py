@@ -1,8 +1,8 @@
 """The embedded store: a pool of this machine's memory, shared by the processes of one engine.
 
-The index and the memory belong to the owner, tensor parallel rank 0's process; other clients reach the index
-directly where they are in that process, and through its socket elsewhere. Bytes never pass the socket: every
-rank maps the pool, and copies by itself.
+The index and the memory belong to the owner, the process of tensor parallel rank 0. Clients in that process
+call the index directly, others through its socket. The socket carries no KV: every rank maps the pool and
+makes its own copies.
 """
 
 from __future__ import annotations
@@ -40,23 +40,24 @@ from vllm_kvoffload.transfer.base import Region
 WRITE_LEASE_S = 60.0
 CALL_S = 5.0
 CLOSE_S = 2.0
-"""How long `close` waits for copies that still run."""
+"""Limit of the wait in `close` for running copies."""
 
 _services: dict[str, IndexService] = {}
 _services_lock = threading.Lock()
 
 
 class LocalStore:
-    """One client; with `pool_bytes` the owner, which must be made before others can do anything.
+    """One client. With `pool_bytes` it is the owner, which must exist before other clients can work.
 
     Args:
-        instance: names the store on this machine; one per engine and data parallel rank.
-        pool_bytes: of the pool, for the owner. maps: whether this client copies (the scheduler's doesn't).
-        write_lease_s: after which an unfinished write lapses. timeout_s: of a call to another process.
-        devices: copies to and from memory of devices; None for a client that has host memory only.
+        instance: name of the store on this machine; one per engine and data parallel rank.
+        pool_bytes: size of the pool, for the owner. maps: whether this client copies (the scheduler's
+            doesn't).
+        write_lease_s: limit of an unfinished write. timeout_s: of a call to another process.
+        devices: copies to and from device memory; None for a client with host memory only.
 
     Raises:
-        StoreError: the instance has an owner already. SegmentMemoryError: the memory is not there.
+        StoreError: the instance already has an owner. SegmentMemoryError: not enough memory.
     """
 
     name = "local"
@@ -169,7 +170,7 @@ class LocalStore:
             if time.monotonic() >= deadline:
                 raise StoreError(f"{direction}: the lease of an object has ended")
             copy_checked(spans, direction, view.table, self._local)
-            # The memory may have been given to another object meanwhile: what was read is not to be trusted.
+            # The memory may have been reused for another object meanwhile: the loaded data is invalid.
             if time.monotonic() >= deadline or index.session != session:
                 raise StoreError(f"{direction}: the lease of an object ended during the copy")
         finally:
@@ -225,7 +226,7 @@ class LocalStore:
             self._writes.clear()
 
     def _enter(self, session: int, reply: Reply, opened: OpenObjects) -> int:
-        """Notes what was granted; returns what offsets count from."""
+        """Records the grants; returns the base address of their offsets."""
         index = self._connected()
         base = int(index.memory().ctypes.data) if self._maps else 0
         with self._lock:

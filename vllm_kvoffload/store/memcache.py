@@ -1,10 +1,9 @@
-"""MemCache Hybrid: a pool over the host memory of all engine processes, known by a MetaService.
+"""MemCache Hybrid: a pool over the host memory of all engine processes, indexed by a MetaService.
 
-The layerwise calls of `memcache_hybrid.DistributedObjectStore`: objects are reserved, written and read at
-global addresses, and leased while they are read. The library reports failures as codes and may block for
-minutes when its service is gone, so its control calls run with a deadline on threads of ours. Copies move
-bytes between this process and memory that is mapped already; they run in the caller's thread, which must not
-go on before the library has let go of the memory.
+Uses the layerwise calls of `memcache_hybrid.DistributedObjectStore`: objects are reserved, written and read
+at global addresses, and leased during reads. The library reports failures as codes and may block for minutes
+when its service is down, so its control calls run with a deadline on separate threads. Copies run in the
+caller's thread, which must not continue while the library uses the memory.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ CALL_S = 5.0
 INIT_S = 120.0
 WRITE_LEASE_S = 30.0
 LEASE_MARGIN_S = 5.0
-"""MemCache's leases last this much longer than ours, so that ours end first."""
+"""Extra duration of MemCache's leases over this client's, so that the latter end first."""
 START_AGAIN_S = 1.0
-"""After a failed start of a client that doesn't copy, its calls fail at once for this long."""
+"""Time for which calls fail immediately after a failed start of a client that doesn't copy."""
 FULL_WAIT_S = 0.5
-"""How long an allocation is tried again: eviction goes on in the background."""
+"""Time for which an allocation is retried, because eviction runs in the background."""
 FULL_POLL_S = 0.1
 
 DRAM = 1
-"""The library's number of the kind of memory to allocate."""
+"""The library's code for the type of memory to allocate."""
 OK, EXISTS, DISCARD = 0, 1, -1
 META_DOWN, BEING_WRITTEN = -3014, -3101
 NO_SUCH_KEY = (-3007, -3102)
@@ -90,12 +89,12 @@ class MemcacheStore:
 
     Args:
         copies: whether this process contributes memory and copies; the scheduler's doesn't.
-        device_id: accelerator of this process. environ: where MMC_LOCAL_CONFIG_PATH stands.
-        library: stands for `memcache_hybrid` in tests. timeout_s: of a control call.
-        write_lease_s: after which an unfinished write lapses.
+        device_id: accelerator of this process. environ: contains MMC_LOCAL_CONFIG_PATH.
+        library: substitute for `memcache_hybrid` in tests. timeout_s: of a control call.
+        write_lease_s: limit of an unfinished write.
 
     Raises:
-        ConfigError: MMC_LOCAL_CONFIG_PATH or its file can't work.
+        ConfigError: MMC_LOCAL_CONFIG_PATH or its file is invalid.
         StoreUnavailableError: the package is missing, the MetaService is down, or its start failed.
     """
 
@@ -121,7 +120,7 @@ class MemcacheStore:
         self._reads, self._writes = OpenObjects(), OpenObjects()
         self._regions: list[Region] = []
         self._table = RegionTable([])
-        self._stale: dict[str, float] = {}  # when a key that is being written counts as given up
+        self._stale: dict[str, float] = {}  # time at which a reserved key counts as abandoned
         self._last_handle = 0
         self._losses = 0
         self._calls = PatientCalls("kvoffload-memcache")
@@ -140,12 +139,12 @@ class MemcacheStore:
             raise
 
     def _probe(self) -> None:
-        """Raises StoreUnavailableError: a service is down, for which the library's own start waits long."""
+        """Raises StoreUnavailableError if a service is down: the library itself would wait for minutes."""
         for what, endpoint in (("MetaService", self._conf.meta), ("config store", self._conf.config_store)):
             _require_service(what, endpoint)
 
     def _start(self) -> ServiceWatch:
-        """Starts the library, unless that was done. Raises StoreUnavailableError."""
+        """Starts the library if necessary. Raises StoreUnavailableError."""
         with self._start_lock:
             if self._watch is None:
                 if time.monotonic() < self._start_again_at:
@@ -187,7 +186,7 @@ class MemcacheStore:
         return run
 
     def open_read(self, keys: Sequence[str], lease_s: float) -> list[ReadObject | None]:
-        # The lease comes first: an object found before it might be another one by then.
+        # Lease before lookup: an object found earlier might have been replaced by then.
         losses, deadline = self._losses_now(), time.monotonic() + lease_s
         leased = [code == OK for code in self._per_key("batch_add_lease", keys, _lease_ms(lease_s))]
         wanted = [key for key, good in zip(keys, leased, strict=True) if good]
@@ -222,7 +221,7 @@ class MemcacheStore:
             for key, address in addresses.items():
                 object_ = made[key] = WriteObject(key, address, nbytes, self._next_handle())
                 self._writes.add(object_.handle, address, nbytes, deadline)
-        # A key that is twice in one call is written once.
+        # A key that occurs twice in one call is written once.
         return [made.pop(key, WriteRefusal.EXISTS) for key in keys]
 
     def finish_write(self, objects: Sequence[WriteObject], ok: Sequence[bool]) -> list[bool]:
@@ -230,7 +229,7 @@ class MemcacheStore:
             self._begin(self._losses_now())
             live = set(self._writes.live(time.monotonic()))
             known = live & set(self._writes.remove(object_.handle for object_ in objects))
-        # MemCache doesn't ask who finishes a key: one that lapsed may be somebody else's by now.
+        # MemCache doesn't check who finishes a key: a lapsed key may belong to another writer by now.
         sent = [(object_, good) for object_, good in zip(objects, ok, strict=True) if object_.handle in known]
         names = [object_.key for object_, _ in sent]
         codes = self._per_key("batch_write_finish", names, [OK if good else DISCARD for _, good in sent])
@@ -239,7 +238,7 @@ class MemcacheStore:
         return [object_.handle in published for object_ in objects]
 
     def _withdraw_strangers(self, objects: Sequence[WriteObject]) -> list[WriteObject]:
-        """The ones of these that really were published; another writer's, yet to be filled, is removed."""
+        """Returns the objects that were published; removes unfinished ones of other writers."""
         infos = self._per_key("batch_get_key_info", [object_.key for object_ in objects])
         places = [_place(info) for info in infos]
         ours, strangers = [], []
@@ -272,7 +271,7 @@ class MemcacheStore:
             raise StoreError(f"{direction}: the lease of an object has ended")
         for device, chosen in by_device(spans.local_address, regions):
             self._copy(spans, chosen, direction, device)
-        # Evicted, or forgotten by a MetaService that started anew: what was read is not to be trusted.
+        # Evicted, or lost by a restarted MetaService: the loaded data is invalid.
         if time.monotonic() >= deadline or self._losses_now() != losses:
             raise StoreError(f"{direction}: the lease of an object ended during the copy")
 
@@ -294,11 +293,11 @@ class MemcacheStore:
     # ------------------------------------------------------------------------------------------- internals
 
     def _unwritten(self, keys: Sequence[str]) -> list[str]:
-        """The keys that nobody has written, nor is writing.
+        """Returns the keys that are neither written nor being written.
 
-        `batch_alloc` gives a second writer the first one's address, on the first one's lease: it must not
-        come to that. Should both ask in the same moment, our deadline, set before the question, still ends
-        before MemCache's lease of the first.
+        `batch_alloc` would give a second writer the first writer's address, on the first one's lease. If both
+        ask at the same time, this client's deadline, set before the call, still ends before MemCache's lease
+        of the first writer.
         """
         states = self._per_key("batch_is_exist", keys)
         absent = [key for key, state in zip(keys, states, strict=True) if state != EXISTS]
@@ -311,11 +310,11 @@ class MemcacheStore:
         return [key for key, code in zip(absent, codes, strict=True) if code in NO_SUCH_KEY]
 
     def _give_up_stale(self, keys: Sequence[str]) -> None:
-        """Removes reservations whose writers must be dead, for later calls to find the keys free.
+        """Removes reservations whose writers must be dead, so that later calls find the keys free.
 
-        MemCache keeps those in other processes' memory for ever. A writer that lives doesn't touch a
-        reservation after its lease; one is stale after twice that, at a moment that differs between clients,
-        so that none removes what another has just reserved anew.
+        MemCache never removes reservations in other processes' memory. A live writer doesn't touch a
+        reservation after its lease. A reservation is stale after twice the lease, plus an offset that differs
+        between clients, so that no client removes one that another has just renewed.
         """
         now = time.monotonic()
         lease_s = self._write_lease_s + 2 * LEASE_MARGIN_S
@@ -331,7 +330,7 @@ class MemcacheStore:
             self._per_key("remove_batch", over)
 
     def _reserve(self, keys: Sequence[str], nbytes: int) -> tuple[dict[str, int], set[str]]:
-        """Addresses of the keys that there is room for, and the keys that somebody published meanwhile."""
+        """Returns the addresses of the keys that fit, and the keys published by other writers meanwhile."""
         addresses: dict[str, int] = {}
         taken: set[str] = set()
         end = time.monotonic() + FULL_WAIT_S
@@ -353,7 +352,7 @@ class MemcacheStore:
         if not keys:
             return
         try:
-            self._control("batch_remove_lease", list(keys))  # its code says that there was none, at worst
+            self._control("batch_remove_lease", list(keys))  # at worst its code says that there was no lease
         except StoreError as error:
             self._log.warning("close", f"objects stay leased to the end of their leases: {error}")
 
@@ -389,11 +388,11 @@ class MemcacheStore:
         except TimeoutError as error:
             self._start().lose(f"{name}: {error}")
             raise self._unavailable() from error
-        except Exception as error:  # of the library, or of a process that can start no more threads
+        except Exception as error:  # from the library, or because no thread can be started
             raise StoreError(f"memcache: {name}: {error!r}") from error
 
     def _check_ready(self) -> None:
-        """Raises StoreError: the MetaService does not answer yet."""
+        """Raises StoreError if the MetaService does not answer yet."""
         if self._closed:
             raise StoreError("closed in this process")
         try:
@@ -425,7 +424,7 @@ class MemcacheStore:
         )
 
     def _begin(self, losses: int) -> None:
-        """With the lock held: what was open before the service was lost is void."""
+        """Drops objects opened before the service was lost. The caller holds the lock."""
         if losses > self._losses:
             self._losses = losses
             self._reads.clear()
@@ -439,10 +438,10 @@ class MemcacheStore:
 
 
 class _ProcessClient:
-    """The library's client, of which a process has one: what any object of it does happens to all.
+    """The library's client, one per process: its state is shared by all objects of the library.
 
-    It must be started with memory where anybody in the process copies. So clients that don't copy are started
-    at their first call, when an engine's worker in this process has long been.
+    It must be started with memory if any client in the process copies. Clients that don't copy therefore
+    start it at their first call, when the engine's worker in this process has already started it.
     """
 
     def __init__(self) -> None:
@@ -468,7 +467,7 @@ class _ProcessClient:
             return self._client
 
     def close(self) -> None:
-        """One user less; the last one ends the client."""
+        """Releases one user's claim; the last one closes the client."""
         with self._lock:
             self._users -= 1
             if not self._users:
@@ -500,7 +499,7 @@ def _lease_ms(lease_s: float) -> int:
 
 
 def _place(info: Any) -> tuple[int, int] | None:
-    """(address, bytes) of a stored object, None for one that is gone."""
+    """(address, bytes) of a stored object, None if it no longer exists."""
     nbytes, addresses = int(info.size()), list(info.gva_list())
     return (int(addresses[0]), nbytes) if nbytes > 0 and addresses and addresses[0] > 0 else None
 

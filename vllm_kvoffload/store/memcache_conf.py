@@ -1,6 +1,7 @@
-"""MemCache's two configuration files: made for a described cluster, read, and checked. Pure but for files.
+"""MemCache's two configuration files: renders them for a cluster, reads and checks them.
 
-mmc-meta.conf is the MetaService's, mmc-local.conf every engine process's; both are lines of ``key = value``.
+mmc-meta.conf configures the MetaService, mmc-local.conf every engine process. Both consist of lines
+``key = value``.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """As MemCache writes it."""
+        """URL in MemCache's notation."""
         return f"tcp://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the two files are made from.
+    """Description of a cluster, from which the two files are rendered.
 
-    meta, config_store: the MetaService's two endpoints, as all nodes reach them. metrics: its HTTP endpoint.
-    nodes, services_per_node: how many engine processes contribute memory; one per prefill rank. world_size:
-    most such processes ever; 0: as many as there are. dram_size: of each, such as "10GB". lease_ttl_ms:
-    MemCache's own leases.
+    meta, config_store: the MetaService's two endpoints, as reached by all nodes. metrics: its HTTP endpoint.
+    nodes, services_per_node: number of engine processes that contribute memory, one per prefill rank.
+    world_size: maximum number of such processes; 0: the current number. dram_size: of each, such as "10GB".
+    lease_ttl_ms: duration of MemCache's own leases.
     """
 
     meta: Endpoint
@@ -68,13 +69,13 @@ class Cluster:
 
     @property
     def local_services(self) -> int:
-        """Engine processes that contribute memory."""
+        """Number of engine processes that contribute memory."""
         return self.nodes * self.services_per_node
 
 
 @dataclass(frozen=True)
 class LocalConf:
-    """What this project reads of mmc-local.conf."""
+    """The settings that this project reads from mmc-local.conf."""
 
     meta: Endpoint
     config_store: Endpoint
@@ -84,7 +85,7 @@ class LocalConf:
 
 
 def render(cluster: Cluster) -> dict[str, str]:
-    """Text of both files, by name. Raises ConfigError: the description can't work."""
+    """Text of both files, by name. Raises ConfigError: the description is invalid."""
     validate(cluster)
     world_size = cluster.world_size or cluster.local_services
     meta = {
@@ -194,7 +195,7 @@ def _check_dram(text: str, protocol: str) -> None:
 
 
 def size_bytes(key: str, text: str) -> int:
-    """Bytes of a size as MemCache writes them: 134217728, 2048KB, 200m, 2.5GB, 1TB. Raises ConfigError."""
+    """Bytes of a size in MemCache's notation: 134217728, 2048KB, 200m, 2.5GB, 1TB. Raises ConfigError."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) *([kmgt]?)b?", text.strip().lower())
     if match is None:
         raise ConfigError(key, text, "must be a number with KB, MB, GB or TB", 'write it as "10GB"')
@@ -205,7 +206,7 @@ def size_bytes(key: str, text: str) -> int:
 
 
 def read_conf(key: str, path: Path) -> dict[str, str]:
-    """The values of a file, by key. Raises ConfigError: it can't be read, or a line is no setting."""
+    """The values of a file, by key. Raises ConfigError: it can't be read, or a line is not a setting."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -226,7 +227,7 @@ def read_conf(key: str, path: Path) -> dict[str, str]:
 
 
 def read_local(path: Path) -> LocalConf:
-    """mmc-local.conf. Raises ConfigError: missing, or a setting that can't work."""
+    """Reads mmc-local.conf. Raises ConfigError: missing, or an invalid setting."""
     values = read_conf(LOCAL_VARIABLE, path)
     protocol = _setting(values, _PROTOCOL, path)
     dram = values.get(_DRAM_SIZE, "0")
@@ -246,7 +247,7 @@ def read_meta(path: Path) -> tuple[Endpoint, Endpoint]:
 
 
 def check_pair(meta_path: Path, local_path: Path, local_services: int = 1) -> LocalConf:
-    """Whether two files belong together. Raises ConfigError naming the setting that differs."""
+    """Checks that two files match. Raises ConfigError naming the differing setting."""
     meta, config_store = read_meta(meta_path)
     local = read_local(local_path)
     pairs = ((_META_URL, local.meta, meta), (_LOCAL_STORE_URL, local.config_store, config_store))

@@ -1,4 +1,4 @@
-"""Objects that one client has open, as copies see them: where they are, and until when."""
+"""Objects that one client has open: their address ranges and deadlines, for checking copies."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from vllm_kvoffload.transfer.spans import RegionTable
 
 
 class OpenObjects:
-    """Address ranges by handle. Not locked; what `view` returned stays as it is."""
+    """Address ranges by handle. Not locked; a returned `view` never changes."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[int, int, float]] = {}
         self._view: OpenView | None = None
 
     def add(self, handle: int, address: int, nbytes: int, deadline: float) -> None:
-        """An object was opened."""
+        """Adds an opened object."""
         self._entries[handle] = address, address + nbytes, deadline
         self._view = None
 
     def remove(self, handles: Iterable[int]) -> list[int]:
-        """Objects are closed; the handles among them that were open."""
+        """Removes objects; returns the handles among them that were open."""
         known = [handle for handle in handles if self._entries.pop(handle, None) is not None]
         if known:
             self._view = None
         return known
 
     def clear(self) -> list[int]:
-        """All are closed; their handles."""
+        """Removes all objects; returns their handles."""
         return self.remove(list(self._entries))
 
     def live(self, now: float) -> list[int]:
-        """Handles of what is open and not past its deadline."""
+        """Handles of open objects that are not past their deadlines."""
         return [handle for handle, (_, _, deadline) in self._entries.items() if now < deadline]
 
     def view(self) -> OpenView:
-        """What is open now; stays as it is."""
+        """Immutable view of the open objects."""
         if self._view is None:
             self._view = OpenView(list(self._entries.values()))
         return self._view
 
 
 class OpenView:
-    """Ranges by address. An object that a client has open several times counts until its last deadline.
+    """Ranges by address. An object that a client opened several times is valid until its last deadline.
 
-    Where ranges overlap the one with the later deadline counts: the other one has ended, and its room been
-    given to another object.
+    Of overlapping ranges, the one with the later deadline is valid: the other one has ended, and its room has
+    been reused for another object.
     """
 
     def __init__(self, entries: Sequence[tuple[int, int, float]]) -> None:
@@ -65,7 +65,7 @@ class OpenView:
         self._deadlines = np.array([deadline for _, _, deadline in kept], dtype=np.float64)
 
     def first_deadline(self, addresses: Int64Array) -> float:
-        """The earliest deadline of the objects that these addresses lie in; infinity for no addresses."""
+        """Earliest deadline of the objects at these addresses; infinity for no addresses."""
         if not len(addresses) or not len(self._starts):
             return math.inf
         at = np.searchsorted(self._starts, addresses, side="right") - 1

@@ -1,8 +1,8 @@
 """One-sided transfer engines behind one small interface: register memory, add a peer, read, poll.
 
-Owns: what is registered with an engine, peers' metadata, reads in flight and when their memory is quiet.
-`base` is the interface, `spans` merges and checks spans, `nixl` (UCX) and `memfabric` (Ascend) implement it.
-Never touches: requests, leases or the wire protocol (``connectors``), nor how the memory is laid out.
+Owns registrations, peers' metadata and reads in flight, including when their memory has drained. `base` is
+the interface, `spans` merges and checks spans, `nixl` (UCX) and `memfabric` (Ascend) implement it. Never
+touches requests, leases or the wire protocol (``connectors``), nor the layout of the memory.
 """
 
 from vllm_kvoffload.transfer.base import (

@@ -1,7 +1,7 @@
 """The interface of a one-sided transfer engine, and its errors.
 
-An engine belongs to one thread at a time: the methods are not locked. None blocks for longer than the
-copying of one read takes, except `wait`, which has a deadline.
+An engine belongs to one thread at a time: the methods are not locked. No method blocks longer than the copy
+of one read takes, except `wait`, which has a deadline.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ POLL_S = 0.0005
 
 
 class TransferError(RuntimeError):
-    """A transfer can't be done as asked, or the engine failed."""
+    """A transfer request is invalid, or the engine failed."""
 
 
 class TransferUnavailableError(TransferError):
-    """The engine can't run here; the message says what is missing and how to get it."""
+    """The engine can't run here; the message names the missing dependency and how to install it."""
 
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that may be read into or from. device: "host", or "npu" for device memory."""
+    """Memory that reads may use as source or destination. device: "host", or "npu" for device memory."""
 
     address: Positive
     nbytes: Positive
@@ -40,13 +40,13 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PeerHandle(msgspec.Struct, frozen=True):
-    """An engine in another process. A peer that restarted is another peer: it has other metadata."""
+    """An engine in another process. A restarted peer counts as a new peer, since its metadata differs."""
 
     name: str
 
 
 class ReadStatus(str, Enum):
-    """Of a read. Unless it is pending, its local memory is quiet: nothing writes there any more."""
+    """Status of a read. Once it is no longer pending, its local memory is drained: nothing writes there."""
 
     PENDING = "pending"
     DONE = "done"
@@ -54,7 +54,7 @@ class ReadStatus(str, Enum):
 
 
 class ReadHandle:
-    """A read in flight or finished; `reason` says why it failed."""
+    """A read in flight or finished. reason: of its failure."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -63,7 +63,7 @@ class ReadHandle:
         self.reason = ""
 
     def finish(self, reason: str = "") -> None:
-        """Marks the read as done, or as failed for a reason."""
+        """Marks the read as done, or as failed if a reason is given."""
         self.status = ReadStatus.FAILED if reason else ReadStatus.DONE
         self.reason = reason
 
@@ -75,44 +75,44 @@ class TransferEngine(ABC):
 
     @abstractmethod
     def register(self, regions: Sequence[Region]) -> None:
-        """Makes local memory known, before it is used and before `local_metadata`.
+        """Registers local memory, before it is used and before `local_metadata` is called.
 
         Raises TransferError: a region is empty or overlaps another one.
         """
 
     @abstractmethod
     def local_metadata(self) -> bytes:
-        """What `add_peer` needs on the other side. Opaque."""
+        """Opaque metadata for the other side's `add_peer`."""
 
     @abstractmethod
     def add_peer(self, metadata: bytes) -> PeerHandle:
-        """Idempotent for the same metadata. Raises TransferError: not made by an engine of this kind."""
+        """Adds a peer; idempotent for equal metadata. Raises TransferError: another engine type."""
 
     @abstractmethod
     def remove_peer(self, peer: PeerHandle) -> None:
-        """Forgets a peer; reads from it fail. Unknown peers are fine."""
+        """Removes a peer; reads from it fail. Unknown peers are ignored."""
 
     @abstractmethod
     def read(self, peer: PeerHandle, spans: Spans) -> ReadHandle:
-        """Starts a read. A failure of the transfer itself shows in the handle, not here.
+        """Starts a read. Failures of the transfer itself are reported by the handle.
 
         Raises TransferError: unknown peer, or a span that lies in no registered region of its side.
         """
 
     @abstractmethod
     def poll(self, handle: ReadHandle) -> ReadStatus:
-        """Never blocks. Anything but pending is final."""
+        """Returns the read's status; never blocks. Every status except pending is final."""
 
     @abstractmethod
     def cancel(self, handle: ReadHandle) -> None:
-        """Asks for an early end; the memory is quiet once `poll` says that the read is not pending."""
+        """Requests an early end; the memory has drained once `poll` no longer returns pending."""
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of peers and registrations. Idempotent."""
+        """Releases peers and registrations. Idempotent."""
 
     def wait(self, handle: ReadHandle, deadline_s: float) -> ReadStatus:
-        """Polls until the read is not pending, at most `deadline_s`; returns its status then."""
+        """Polls until the read is not pending, for at most `deadline_s` seconds; returns the last status."""
         end_s = time.monotonic() + deadline_s
         while (status := self.poll(handle)) is ReadStatus.PENDING and time.monotonic() < end_s:
             time.sleep(POLL_S)
@@ -120,9 +120,9 @@ class TransferEngine(ABC):
 
 
 def prepare(spans: Spans, local: RegionTable, remote: RegionTable) -> Spans:
-    """The spans coalesced, once each is known to lie in one registered region of either side.
+    """Checks that each span lies in one registered region on either side; returns the spans coalesced.
 
-    Raises TransferError naming the first span that doesn't, or the columns if they are no int64 vectors.
+    Raises TransferError naming the first invalid span, or the columns if they are not int64 vectors.
     """
     columns = (spans.local, spans.remote, spans.nbytes)
     if any(column.dtype != np.int64 for column in columns):
@@ -133,7 +133,7 @@ def prepare(spans: Spans, local: RegionTable, remote: RegionTable) -> Spans:
             where = f"{int(addresses[bad]):#x}+{int(spans.nbytes[bad])}"
             raise TransferError(f"span {bad}: {side} memory {where} is not registered")
     merged = coalesce(spans)
-    # Neighbours may be registered apart, such as two layers without a gap: those stay as they are.
+    # Neighbours in separate regions, such as two adjacent layers, are not merged.
     straddle = (
         local.find_outside(merged.local, merged.nbytes) is not None
         or remote.find_outside(merged.remote, merged.nbytes) is not None

@@ -1,7 +1,7 @@
 """MemFabric Hybrid on Ascend: `memfabric_hybrid.TransferEngine`, pulling from prefill's device memory.
 
-The library's reads are synchronous, so one thread makes them; `poll` looks at its results. The library
-listens on a port that it chooses; a peer is named "<host>:<port>".
+The library's reads are synchronous, so a separate thread performs them and `poll` checks its results. The
+library listens on a port of its own choice; a peer's name is "<host>:<port>".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vllm_kvoffload.transfer.spans import RegionTable, Spans
 
 TIMEOUT_VARIABLE = "ASCEND_TRANSFER_TIMEOUT"
 MAX_REGIONS = 256
-"""Most regions that the library registers."""
+"""Maximum number of regions that the library can register."""
 
 _LOG_LEVEL_WARN = 2
 _ROLES = {"prefill": "Prefill", "decode": "Decode"}
@@ -53,9 +53,9 @@ class _MemfabricRead(ReadHandle):
 
 
 def transfer_timeout_ms(environ: dict[str, str]) -> int:
-    """Milliseconds after which the library gives a read up: longer than RDMA's own retries take.
+    """The library's timeout of a read in milliseconds: longer than RDMA's own retries.
 
-    HCCL_RDMA_TIMEOUT is an exponent: 4.096 us * 2**n for one of HCCL_RDMA_RETRY_CNT tries.
+    HCCL_RDMA_TIMEOUT is an exponent: each of the HCCL_RDMA_RETRY_CNT tries takes 4.096 us * 2**n.
     """
     if TIMEOUT_VARIABLE in environ:
         return int(environ[TIMEOUT_VARIABLE])
@@ -69,7 +69,7 @@ class MemfabricEngine(TransferEngine):
 
     Args:
         role: "prefill" or "decode". host: address that peers reach. device_id: NPU of this process.
-        module: stands for `memfabric_hybrid` in tests.
+        module: substitute for `memfabric_hybrid` in tests.
 
     Raises:
         TransferUnavailableError: the package is missing or too old, or its start failed.
@@ -162,7 +162,7 @@ class MemfabricEngine(TransferEngine):
         return handle.status
 
     def cancel(self, handle: ReadHandle) -> None:
-        """A read that runs can't be stopped: it ends by itself within the library's timeout."""
+        """Does not stop a running read, which ends within the library's timeout."""
         assert isinstance(handle, _MemfabricRead)
         handle.cancelled = True
         if handle.result is not None:
@@ -192,7 +192,7 @@ def _load() -> Any:
 
 
 def _quiet(library: Any) -> None:
-    """No TLS for the library's own store, and warnings only, where this version can be told."""
+    """Disables TLS for the library's own store and limits its log to warnings, if this version allows it."""
     for name, arguments in (("set_log_level", (_LOG_LEVEL_WARN,)), ("set_conf_store_tls", (False, ""))):
         function = getattr(library, name, None)
         if function is not None:

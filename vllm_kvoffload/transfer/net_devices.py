@@ -1,7 +1,7 @@
-"""Which network devices UCX may use, so that an engine listens where its peers are told to find it.
+"""Restricts UCX's network devices, so that an engine listens only on the address given to its peers.
 
-UCX opens a TCP listener on every interface of the machine. `UCX_NET_DEVICES` limits that; it says nothing of
-shared memory, which stays in use between processes of one machine.
+By default UCX opens a TCP listener on every interface of the machine. `UCX_NET_DEVICES` limits the
+interfaces; it does not affect shared memory, which processes of one machine continue to use.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ def interface_of(host: str) -> str | None:
 def ucx_devices(host: str, root: Path = Path("/")) -> str | None:
     """Value of UCX_NET_DEVICES for an engine at `host`; None if no interface has its address.
 
-    RDMA devices stay in use, all of them: their endpoints are no TCP ports, and they may be on a network of
-    their own.
+    All RDMA devices stay in use: their endpoints are not TCP ports, and they may be on a separate network.
     """
     interface = interface_of(host)
     if interface is None:
@@ -55,10 +54,10 @@ def ucx_devices(host: str, root: Path = Path("/")) -> str | None:
 
 @contextmanager
 def listening_at(host: str) -> Iterator[str]:
-    """UCX contexts made meanwhile use the devices of `host` only; yields their names.
+    """Restricts UCX contexts created in the `with` body to the devices of `host`; yields the device names.
 
-    "" where UCX is left alone: the user has set UCX_NET_DEVICES, or (with a warning) no interface has the
-    address.
+    Yields "" and changes nothing if the user has set UCX_NET_DEVICES, or (with a warning) no interface has
+    the address.
     """
     if VARIABLE in os.environ:
         yield ""

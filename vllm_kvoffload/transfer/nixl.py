@@ -35,7 +35,7 @@ _MEMORY = {"host": "DRAM"}
 
 MAX_REGIONS = 1 << 16
 MAX_BLOB_BYTES = 64 << 20
-"""Of a peer's metadata; a region takes about 200 bytes of NIXL's blob."""
+"""Size limit of a peer's metadata; a region takes about 200 bytes of NIXL's blob."""
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True, tag="nixl"):
@@ -80,11 +80,11 @@ def _load() -> Any:
 
 @contextmanager
 def _patient_progress(nixl: Any) -> Iterator[None]:
-    """Agents made meanwhile have a progress thread that sleeps until something happens.
+    """Makes agents created in the `with` body use a progress thread that sleeps between events.
 
-    NIXL's Python front sets its delay to 0, with no option for another: it polls without end then, and takes
-    a whole core from the engine, on prefill and on decode, whether anything is transferred or not. A NIXL
-    that is made otherwise is left as it is.
+    NIXL's Python front end fixes the thread's delay at 0: it then polls continuously and takes a whole core
+    from the engine, on prefill and on decode, even without transfers. A NIXL with a different structure is
+    left unchanged.
     """
     bindings: Any = getattr(import_module(f"{nixl.__name__}._api"), "nixlBind", None)
     plain = getattr(bindings, "nixlAgentConfig", None)
@@ -106,19 +106,19 @@ def _patient_progress(nixl: Any) -> Iterator[None]:
 class NixlEngine(TransferEngine):
     """One NIXL agent with the UCX backend.
 
-    It listens for peers on the interface of `host`, unless UCX_NET_DEVICES names others. What a peer
-    registered travels in its metadata, so that both ends of every span are checked before any byte moves.
-    Over shared memory UCX copies inside `read`; a poll then finds the read done.
+    It listens for peers on the interface of `host`, unless UCX_NET_DEVICES names others. A peer's metadata
+    lists its registered regions, so that both ends of every span are checked before any byte is copied.
+    Over shared memory UCX copies inside `read`; the next poll then reports the read as done.
 
     Raises:
-        TransferUnavailableError: the package, or its UCX plugin, is not here.
+        TransferUnavailableError: the package or its UCX plugin is not installed.
     """
 
     name = "nixl"
 
     def __init__(self, role: str, host: str) -> None:
         nixl = _load()
-        for logger in MODULES:  # it logs every agent's creation
+        for logger in MODULES:  # NIXL logs the creation of every agent
             logging.getLogger(logger).setLevel(logging.WARNING)
         self._name = f"{role}-{uuid.uuid4().hex}"
         with _patient_progress(nixl), listening_at(host) as devices:
@@ -183,7 +183,7 @@ class NixlEngine(TransferEngine):
             try:
                 self._agent.remove_remote_agent(peer.name)
             except Exception as error:
-                # It lost the peer by itself, which is just what is wanted.
+                # NIXL has already lost the peer.
                 logging.getLogger(__name__).debug("removing peer %s: %r", peer.name, error)
 
     def read(self, peer: PeerHandle, spans: Spans) -> ReadHandle:
@@ -220,7 +220,7 @@ class NixlEngine(TransferEngine):
             self._end(handle, "" if state == "DONE" else f"NIXL reports {state}")
 
     def _end(self, handle: _NixlRead, reason: str) -> None:
-        """Gives the native handle back; while NIXL refuses, the memory may still be written."""
+        """Releases the native handle; until NIXL accepts, the memory may still be written."""
         if handle.native is not None:
             try:
                 handle.native.release()

@@ -1,4 +1,4 @@
-"""Which engines there are, by the name that `transfer_backend` gives."""
+"""The transfer engines, by their `transfer_backend` name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Role = Literal["prefill", "decode"]
 
 
 def make_engine(name: str, *, role: Role, host: str, device_id: int) -> TransferEngine:
-    """A new engine; its package is imported only now.
+    """Makes an engine, importing its package on demand.
 
     Args:
         name: one of TRANSFER_BACKENDS. role: of this process. host: this machine's address as peers see it.

@@ -71,7 +71,7 @@ def block_spans(
 def coalesce(spans: Spans, max_bytes: int = 1 << 62) -> Spans:
     """The same bytes in as few spans as possible: sorted by remote address, neighbours on both sides merged.
 
-    `max_bytes` bounds how long merging makes a span; longer ones are left as they are. Empty spans vanish.
+    Merging makes no span longer than `max_bytes`; longer spans stay unchanged. Empty spans are dropped.
     """
     order = np.argsort(spans.remote, kind="stable")
     order = order[spans.nbytes[order] > 0]
@@ -130,13 +130,13 @@ class RegionTable:
         return np.stack([self._starts, self._ends], axis=1)
 
     def find_outside(self, addresses: Int64Array, nbytes: Int64Array) -> int | None:
-        """Number of the first span that lies in no single region, None if there is none."""
+        """Number of the first span that is not within a single region, None if there is none."""
         if not len(addresses):
             return None
         if not len(self._starts):
             return 0
         index = np.searchsorted(self._starts, addresses, side="right") - 1
-        # An address and a length may add up to more than int64 holds; the room behind an address never does.
+        # address + length may overflow int64; the distance to the region's end never does.
         inside = (index >= 0) & (nbytes > 0) & (nbytes <= self._ends[np.maximum(index, 0)] - addresses)
         outside = np.flatnonzero(~inside)
         return int(outside[0]) if outside.size else None
