@@ -55,7 +55,7 @@ class OffloadCollector:
         return list(families.values())
 
     def read(self) -> list[WorkerStats]:
-        """The workers' values; on failure logs a warning (at most every WARN_EVERY_S) and returns no workers."""
+        """The workers' values; on failure logs a warning (at most every WARN_EVERY_S), returns none."""
         try:
             workers = self._finder.read()
             if not workers:

@@ -1,5 +1,5 @@
-"""Every option that a user gives: types, ranges, rules, and the error that names key, value, rule and fix.
+"""All user options: their types, ranges and rules, and the error that names key, value, rule and fix.
 
-Owns the parsing of `additional_config` and `kv_connector_extra_config`. Imports neither torch nor vLLM, and
-nothing of this package above it, so that platforms, connectors, CLI and tests apply the very same rules.
+Owns the parsing of `additional_config` and `kv_connector_extra_config`. Imports neither torch nor vLLM, nor
+any higher layer of this package, so that platforms, connectors, CLI and tests apply the same rules.
 """

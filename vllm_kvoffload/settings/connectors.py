@@ -1,4 +1,4 @@
-"""The connectors of this package by the names that `kv_connector` gives, alone or in a multi connector."""
+"""The connectors of this package by their `kv_connector` names, alone or in a multi connector."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MODULES = {
     MULTI: "vllm_kvoffload.connectors.multi",
     "MultiConnector": "vllm_kvoffload.connectors.multi",
 }
-"""Names, and the module in which a class of ours has that name."""
+"""Maps connector names to the modules of this package that define them."""
 
 UPSTREAM_NAMES = (STORE, "MultiConnector")
-"""Names for which vllm-ascend has classes of its own: there only the module path says which one is meant."""
+"""Names also used by vllm-ascend, where only the module path identifies the class."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class ConnectorPart:
     module: str | None = None
 
     def is_ours(self, *, registered: bool) -> bool:
-        """Whether it means a class of this package.
+        """Whether this is a class of this package.
 
-        registered: vLLM's registry has our classes under their names, as on CPU; otherwise a name that
-        vllm-ascend uses too is ours only with our module path.
+        registered: vLLM's registry contains our classes under their names, as on CPU; otherwise a name also
+        used by vllm-ascend refers to our class only with our module path.
         """
         if self.name not in MODULES:
             return False
@@ -53,7 +53,7 @@ class ConnectorPart:
 
 
 def connector_parts(transfer: Any) -> tuple[ConnectorPart, ...]:
-    """The connectors of vLLM's KVTransferConfig, a multi connector's parts in its place. None: none.
+    """The connectors of vLLM's KVTransferConfig, with multi connectors expanded. Empty for None.
 
     Raises ConfigError: a multi connector of ours without a list of parts, or with parts of other roles.
     """
@@ -69,7 +69,7 @@ def connector_parts(transfer: Any) -> tuple[ConnectorPart, ...]:
 
 
 def nested_parts(whole: ConnectorPart) -> Iterable[ConnectorPart]:
-    """See `connector_parts`."""
+    """The parts of a connector, see `connector_parts`."""
     if whole.name not in MULTI_CONNECTORS:
         return [whole]
     given = whole.options.get("connectors")

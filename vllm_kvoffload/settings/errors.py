@@ -1,4 +1,4 @@
-"""The one error of a setting that can't work."""
+"""The error raised for an invalid setting."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A setting that can't work. `str()` is one line: the key, its value, the rule it breaks and the fix.
+    """An invalid setting. `str()` is one line: the key, its value, the broken rule and the fix.
 
     Attributes: key (as the user spells it), value, rule, fix.
     """

@@ -1,4 +1,4 @@
-"""Allow-lists of the hosts that an engine connects to when a request names them. Pure."""
+"""Allow-lists of hosts named by requests, to which an engine may connect. No I/O."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 class HostList:
     """Hosts that an engine may connect to. key: the option that lists them, for messages.
 
-    names: canonical host names and single addresses. networks: their addresses are allowed, but not names
-    that resolve to them.
+    names: canonical host names and single addresses. networks: allow their addresses, but not names that
+    resolve to them.
     """
 
     key: str
@@ -31,7 +31,7 @@ class HostList:
 
     @classmethod
     def parse(cls, key: str, value: Any) -> HostList:
-        """From an option: names, addresses and networks, or ["*"]. Raises ConfigError."""
+        """Parses an option: names, addresses and networks, or ["*"]. Raises ConfigError."""
         if not isinstance(value, (list, tuple)) or not value:
             rule = "must be a list of host names, addresses or networks"
             fix = (
@@ -64,7 +64,7 @@ class HostList:
         return cls(key, frozenset(names), tuple(networks))
 
     def check(self, host: object) -> str:
-        """The canonical host. Raises HostError: not a host, or not a listed one."""
+        """Returns the canonical host. Raises HostError: not a host, or not listed."""
         name = canonical_host(host)
         if self.everything or name in self.names:
             return name
@@ -75,7 +75,7 @@ class HostList:
 
 
 def _add(entry: object, names: set[str], networks: list[Network]) -> None:
-    """Raises ValueError."""
+    """Adds an entry to one of the two. Raises ValueError: not a host or network."""
     if isinstance(entry, str) and "/" in entry:
         networks.append(ipaddress.ip_network(entry, strict=False))
     else:

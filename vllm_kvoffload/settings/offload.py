@@ -1,8 +1,8 @@
 """Options of the sparse decode offload: `sparse_kv_offload_config` of `--additional-config`.
 
-Two stages. `parse_sparse_offload` looks at the JSON alone: types, ranges, misspelt keys.
-`validate_sparse_offload` judges the result against what vLLM knows about the model and the engine. Neither
-imports torch or vLLM, so the platform, the CLI and the tests all apply the very same rules.
+Two stages: `parse_sparse_offload` checks the JSON alone (types, ranges, misspelt keys), and
+`validate_sparse_offload` checks the result against the model and the engine. Neither imports torch or vLLM,
+so the platform, the CLI and the tests apply the same rules.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from vllm_kvoffload.settings.values import (
 )
 
 SECTION = "sparse_kv_offload_config"
-"""Key of `--additional-config` under which all options of the sparse decode offload stand."""
+"""Key of `--additional-config` that contains all options of the sparse decode offload."""
 
 DELIVERIES = ("in_place", "compact")
 WAYS = (16, 32)
 DRAFT_METHODS = ("mtp", "ngram")
-"""Those whose drafts need no KV cache that the offload doesn't know."""
+"""Draft methods without KV caches unknown to the offload."""
 UNQUANTISED_CACHE_DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 
 
@@ -44,9 +44,9 @@ class SparseOffloadConfig:
     dram_size_per_dp_GB: host memory for the main KV of one DP rank, in GiB; its TP ranks share it.
     keep_device_kv_cache: debugging only: keep the whole main KV on the device as well.
     ways: W, slots of one set of the hot pool.
-    policy: which of a set's slots gives way to a missing row.
-    delivery: how attention gets the chosen rows: "in_place" in the hot pool itself, "compact" (slower, there
-        to compare with published behaviour) in a copy from which the pool is refilled afterwards.
+    policy: replacement policy of a set's slots.
+    delivery: location of the top-k rows for attention: "in_place" in the hot pool itself, "compact" (slower,
+        for comparison with published behaviour) in a copy from which the pool is refilled afterwards.
     prefill_buffers: layer buffers that prefill streams through; a decode engine uses them to recompute.
     trace_path: new file to record top-k ids in (see `kvoffload trace`); "" for none. A DP rank n other than 0
         adds ".dpn" to the name.
@@ -69,7 +69,7 @@ class SparseOffloadConfig:
 
     @property
     def plans_as_published(self) -> bool:
-        """Whether compact delivery plans to the letter as published: that is a set-associative FIFO of 16."""
+        """Whether compact delivery uses the published plan: set-associative FIFO with 16 ways."""
         return self.delivery == "compact" and self.policy == "fifo" and self.ways == 16
 
     @property
@@ -80,14 +80,14 @@ class SparseOffloadConfig:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What vLLM knows and the rules need. Build it from the VllmConfig (or, in the CLI, from options).
+    """Engine facts used by the rules, from the VllmConfig (or, in the CLI, from options).
 
     index_topk: of the text config, None for a model without a sparse indexer.
     kv_role: of the kv-transfer config, None for an engine without one (an aggregated engine).
     kv_cache_dtype: vLLM's `cache_dtype` string.
     num_kv_cache_groups: None while vLLM has not made them yet.
     draft_method: of the speculative config, None without one. kv_connector: its name, None without one.
-    scheduler_cls: as the user chose it, None for vLLM's own.
+    scheduler_cls: the user's choice, None for vLLM's own.
     """
 
     index_topk: int | None
@@ -113,7 +113,7 @@ class EngineFacts:
 
     @property
     def layer_and_context_parallelism(self) -> tuple[tuple[str, int], ...]:
-        """Name of the option and size of each kind that divides layers or contexts over ranks."""
+        """Option name and size of each kind of parallelism that divides layers or contexts over ranks."""
         return (
             ("pipeline_parallel_size", self.pipeline_parallel_size),
             ("prefill_context_parallel_size", self.prefill_context_parallel_size),
@@ -127,8 +127,8 @@ class EngineFacts:
 def parse_sparse_offload(additional_config: Mapping[str, object] | None) -> SparseOffloadConfig:
     """Reads `sparse_kv_offload_config` out of vLLM's `--additional-config`.
 
-    Absent means disabled. Keys of `additional_config` that belong to others are left alone, except a
-    misspelling of our section's name, which would otherwise silently run without offload.
+    Absent means disabled. Other programs' keys of `additional_config` are ignored. A misspelling of our
+    section's name is an error, because the engine would otherwise silently run without offload.
     Raises ConfigError: wrong type, value out of range, unknown key.
     """
     if additional_config is None:
@@ -201,7 +201,7 @@ def validate_sparse_offload(config: SparseOffloadConfig, facts: EngineFacts) -> 
 
 
 def validate_partners(facts: EngineFacts) -> None:
-    """Refuses draft methods and connectors that the enabled offload doesn't know. Raises ConfigError."""
+    """Rejects draft methods and connectors that the enabled offload doesn't support. Raises ConfigError."""
     if facts.draft_method is not None and facts.draft_method not in DRAFT_METHODS:
         rule = f"with the offload, drafts come from {' or '.join(DRAFT_METHODS)}"
         fix = 'use {"method": "mtp", ...}, or leave --speculative-config out'
@@ -266,7 +266,7 @@ def _check_engine(facts: EngineFacts) -> None:
             "max_num_seqs", facts.max_num_seqs, "must be at least 1", "set --max-num-seqs 1 or more"
         )
     if facts.block_size < 1 or facts.block_size & (facts.block_size - 1):
-        # A hot pool has a power of two of slots, so only such blocks can divide it.
+        # The number of slots of a hot pool is a power of two, so only such block sizes divide it.
         suggestion = 1 << max(facts.block_size.bit_length() - 1, 4) if facts.block_size > 0 else 128
         rule = f"must be a power of two with {SECTION}"
         raise ConfigError("block_size", facts.block_size, rule, f"set --block-size {suggestion}")

@@ -17,16 +17,16 @@ from vllm_kvoffload.settings.values import check_bool, check_number, refuse_unkn
 
 TRANSFER_BACKENDS = ("memfabric", "nixl")
 EXTERNAL_ID_SUFFIX = 9
-"""vLLM appends "-" and 8 random characters to the id that the front end and the proxy know."""
+"""vLLM appends "-" and 8 random characters to the id used by the front end and the proxy."""
 
 
 @dataclass(frozen=True)
 class Limits:
     """Deadlines and budgets, in seconds. Only `lease_s` and `request_s` can be set; the others follow.
 
-    lease_s: how long prefill keeps blocks without a heartbeat, and decode waits for an answer to one.
-    request_s: longest time from allocation on decode to the end of the transfer.
-    retries: transfers of a request after the first. read_retries: of failed reads of a transfer.
+    lease_s: how long prefill keeps blocks without a heartbeat, and decode waits for a heartbeat's answer.
+    request_s: maximum time from allocation on decode to the end of the transfer.
+    retries: further transfers of a request after the first. read_retries: of a transfer's failed reads.
     """
 
     lease_s: float = 15.0
@@ -36,22 +36,22 @@ class Limits:
 
     @property
     def beat_s(self) -> float:
-        """Between heartbeats."""
+        """Interval between heartbeats."""
         return self.lease_s / 5
 
     @property
     def early_s(self) -> float:
-        """How long a transfer is kept for a request that this rank doesn't know, yet or any more."""
+        """Time for which a transfer of a request unknown to this rank (yet, or any more) is kept."""
         return self.lease_s
 
     @property
     def offer_s(self) -> float:
-        """How long a request waits for prefill to begin: prefill may have a queue."""
+        """Time for which a request waits for prefill to begin; prefill may have a queue."""
         return self.request_s
 
     @property
     def retry_s(self) -> float:
-        """How long a request that lost its transfer waits for another one."""
+        """Time for which a request that lost its transfer waits for another one."""
         return self.lease_s
 
 
@@ -83,8 +83,8 @@ def parse_remote_d2h(
     """Reads the options out of vLLM's kv-transfer config.
 
     Args:
-        device: "cpu" or "npu", which decides the transfer engine.
-        configured: hosts named elsewhere in the engine's configuration: the default of both host lists.
+        device: "cpu" or "npu"; determines the transfer engine.
+        configured: hosts named elsewhere in the engine's configuration; default of both host lists.
 
     Raises:
         ConfigError: naming the key.
@@ -148,14 +148,14 @@ _MAKE_KEY = "make one with `kvoffload control-key FILE`, and give both sides a c
 
 
 def read_control_key(path: object) -> str | None:
-    """The key from a file that only its owner may read; None without a path. Raises ConfigError."""
+    """Reads the key from a file readable by its owner only; None without a path. Raises ConfigError."""
     key = f"{EXTRA}.control_key_file"
     if path is None:
         return None
     if not isinstance(path, str) or not path or "\0" in path:
         raise ConfigError(key, path, "must be the path of a file", _MAKE_KEY)
     try:
-        # Without O_NONBLOCK a named pipe would hold the start-up.
+        # Without O_NONBLOCK a named pipe would block the start-up.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(key, path, f"can't be read: {error.strerror}", _MAKE_KEY) from error
@@ -175,7 +175,7 @@ def read_control_key(path: object) -> str | None:
 
 
 def external_id(req_id: str) -> str:
-    """The id that the front end, the proxy and the other engine know."""
+    """The request id used by the front end, the proxy and the other engine."""
     return req_id[:-EXTERNAL_ID_SUFFIX] if len(req_id) > EXTERNAL_ID_SUFFIX else req_id
 
 

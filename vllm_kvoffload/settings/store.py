@@ -20,10 +20,10 @@ from vllm_kvoffload.settings.values import (
 
 BACKENDS = ("local", "memcache")
 SHARED_BACKENDS = ("memcache",)
-"""Those that several engines share: block hashes of different processes must agree there."""
+"""Backends shared by several engines, which require equal block hashes in all processes."""
 
 SCHEDULER = "vllm_kvoffload.connectors.ascend_store.lost_steps.LostStepScheduler"
-"""The scheduler of engines with the store: it drops what a step computed over lost KV."""
+"""The scheduler of engines with the store, which drops results computed from failed KV loads."""
 
 DEFAULT_LOCAL_GB = 4.0
 MAX_PREFETCH = 8
@@ -35,8 +35,8 @@ Independent: TypeAlias = tuple[int, ...] | Literal["all"]
 
 @dataclass(frozen=True)
 class BufferOptions:
-    """num_shared_buffers: slots of each bucket, None for as many as there are layers. independent: positions
-    of layers with memory of their own, negative ones counted from the end, or "all"."""
+    """num_shared_buffers: slots of each bucket, None for one per layer. independent: positions of layers with
+    memory of their own, negative ones counted from the end, or "all"."""
 
     num_shared_buffers: int | None = None
     independent: Independent = (0,)
@@ -47,9 +47,9 @@ class AscendStoreConfig:
     """Options of one engine.
 
     backend: of the store. buffers: as given, without sharing if `use_layerwise` is false. prefetch_layers:
-    how far ahead loads may begin. max_transfer_blocks, max_transfer_bytes: of one call of the store, 0 for
-    any. save_decode_cache: also store what is computed after the prompt; always so with shared buffers.
-    local_bytes: of the local backend's pool. namespace: keeps engines apart that share a store.
+    number of layers that loads may run ahead. max_transfer_blocks, max_transfer_bytes: per call of the store,
+    0 for no limit. save_decode_cache: also store KV computed after the prompt; always true with shared
+    buffers. local_bytes: of the local backend's pool. namespace: separates engines that share a store.
     """
 
     backend: str
@@ -139,7 +139,7 @@ _KNOWN_ELSEWHERE: Mapping[str, str] = {
     "discard_partial_chunks": "a block that is not full is never shared",
     "h2d_stagger_us": "loads are spread by the layers' order",
 }
-"""Keys of vLLM-Ascend's connector of the same name that mean nothing here, and why."""
+"""Keys of vLLM-Ascend's connector of the same name that have no effect here, with the reason."""
 
 
 def _backend(value: object) -> str:

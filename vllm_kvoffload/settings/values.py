@@ -14,7 +14,7 @@ GIB = 1 << 30
 
 def check_bool(key: str, value: object) -> bool:
     """The value, if it is a bool."""
-    # A quoted "false" is truthy in Python: taking it would switch the option on.
+    # A quoted "false" is truthy in Python: accepting it would switch the option on.
     if not isinstance(value, bool):
         raise ConfigError(
             key, value, f"must be true or false, not a {type(value).__name__}", "write true or false"
@@ -77,8 +77,8 @@ def refuse_unknown_keys(
     """Raises ConfigError for the first key that isn't known.
 
     Args:
-        section: what stands before a key in messages. elsewhere: keys of other programs' options of the same
-            section, each with the reason why it means nothing here.
+        section: prefix of a key in messages. elsewhere: keys that other programs define in the same section,
+            each with the reason why it has no effect here.
     """
     keys = tuple(known)
     lower = {key.lower(): key for key in keys}

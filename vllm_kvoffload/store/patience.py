@@ -1,4 +1,4 @@
-"""Calls with a deadline into a library that may block for minutes, and a watch over the service behind it."""
+"""Calls with a deadline into a library that may block for minutes, and a watch on the library's service."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SEEK_S = 1.0
 class PatientCalls:
     """Runs calls on threads of its own, one at a time per thread, and gives up waiting at a deadline.
 
-    A call that was given up goes on in its thread, which ends with it. While MAX_STUCK calls are stuck, no
-    further ones are tried. The library must release the GIL while it blocks.
+    An abandoned call continues in its thread, which ends with it. While MAX_STUCK calls are stuck, new calls
+    are rejected. The library must release the GIL while it blocks.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,7 +41,7 @@ class PatientCalls:
         self._closed = False
 
     def run(self, call: Callable[[], T], timeout_s: float) -> T:
-        """The call's result, or what it raised. Raises TimeoutError. RuntimeError: out of threads."""
+        """Returns the call's result or raises its exception; TimeoutError; RuntimeError: out of threads."""
         with self._lock:
             if self._stuck >= MAX_STUCK:
                 raise TimeoutError(f"{self._stuck} earlier calls have not returned")
@@ -79,14 +79,14 @@ class PatientCalls:
         self, given_up: threading.Event, result: queue.SimpleQueue[tuple[bool, Any]]
     ) -> tuple[bool, Any]:
         with self._lock:
-            if not result.empty():  # it was just in time
+            if not result.empty():  # the call ended just before the deadline
                 return result.get()
             given_up.set()
             self._stuck += 1
         return False, TimeoutError("no answer in time")
 
     def close(self) -> None:
-        """Ends the idle threads now, and the others when their calls return."""
+        """Ends idle threads now and the others when their calls return."""
         with self._lock:
             self._closed = True
             for worker in self._idle:
@@ -105,15 +105,15 @@ class PatientCalls:
 
 
 class ServiceWatch:
-    """Knows at once when the service that a library is connected to ends, and finds out when it is back.
+    """Detects immediately when a library's service ends, and when it is available again.
 
-    Watches the library's own connection, which the kernel ends with the service: one of our own would have to
-    take part in the library's protocol. `losses` counts the times that the service was lost: what it promised
-    before is void then. `down`: "" or why the service can't be used; a watch that can't see its connection
-    counts as down, too. `failures`: errors of the watch itself (a name that doesn't resolve, no descriptors).
+    Watches the library's own connection, which the kernel closes with the service; a separate connection would
+    have to speak the library's protocol. `losses` counts losses of the service, each of which voids its
+    earlier grants. `down`: "" or the reason why the service is unusable; a watch without a visible connection
+    counts as down, too. `failures`: errors of the watch itself (an unresolvable name, no descriptors).
 
     Args:
-        host, port: of the service. ready: asked before the service counts as back; raises while it isn't.
+        host, port: of the service. ready: called before the service counts as available; raises if not.
     """
 
     def __init__(self, host: str, port: int, ready: Callable[[], None]) -> None:
@@ -123,7 +123,7 @@ class ServiceWatch:
         self._lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
-        self._ended: set[int] = set()  # connections that were seen to end, and may not be closed yet
+        self._ended: set[int] = set()  # connections that have ended, but may not be closed yet
         self._log = QuietLog(__name__, subject="store")
         self.losses = 0
         self.failures = 0
@@ -132,7 +132,7 @@ class ServiceWatch:
         self._thread.start()
 
     def lose(self, reason: str) -> None:
-        """The service does not answer, whatever its connection looks like: try it again from the start."""
+        """Marks the service as lost even if its connection looks alive; the watch then retries it."""
         with self._lock:
             if not self.down:
                 self.losses += 1
@@ -150,12 +150,12 @@ class ServiceWatch:
 
     def _wake(self) -> None:
         with self._lock:
-            if self._wake_fd >= 0:  # else the watch has ended, and the number may be another file's
-                with contextlib.suppress(BlockingIOError):  # woken often enough
+            if self._wake_fd >= 0:  # otherwise the watch has ended, and the number may have been reused
+                with contextlib.suppress(BlockingIOError):  # a wake-up is already pending
                     os.eventfd_write(self._wake_fd, 1)
 
     def _watch(self) -> None:
-        """No error ends this loop: without it a lost service would look well for ever."""
+        """The watch's loop. No error ends it, because a lost service would then go unnoticed."""
         try:
             while not self._stopping:
                 try:
@@ -174,7 +174,7 @@ class ServiceWatch:
     def _fail(self, error: Exception) -> None:
         self.failures += 1
         self.lose(f"it can't be watched: {error!r}")
-        time.sleep(RETRY_S)  # by nothing that could fail in its turn
+        time.sleep(RETRY_S)  # a plain sleep, which can't fail in turn
 
     def _wait_for_end(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -187,19 +187,19 @@ class ServiceWatch:
             poller.register(self._wake_fd, select.POLLIN)
             for fd in watched:
                 poller.register(fd, select.POLLRDHUP)
-            # Without a connection there is nothing to see here: failing calls tell of the loss then.
+            # Without a connection there is nothing to watch: failing calls then report the loss.
             events = dict(poller.poll(None if watched else SEEK_S * 1000))
         if events.pop(self._wake_fd, None):
             os.eventfd_read(self._wake_fd)
         if events and not self._stopping:
-            self._ended |= {watched[fd] for fd in events}  # the library closes them when it comes to it
+            self._ended |= {watched[fd] for fd in events}  # the library closes them later
             self.lose("its connection ended")
 
     def _try_again(self) -> None:
         try:
             probe(*self._address, PROBE_S)
             self._ready()
-            for connection in own_connections(*self._address):  # it is of no use before it can be watched
+            for connection in own_connections(*self._address):  # unusable until it can be watched
                 connection.close()
         except Exception as error:
             self.down = f"does not serve: {error}"
@@ -217,12 +217,12 @@ class ServiceWatch:
 
 
 _probing = threading.Lock()
-"""A probe's connection, which ends at once, must never be taken for the library's: two watches of a process
-would go on to see the service end in each other's probes."""
+"""A probe's connection, which ends at once, must never be taken for the library's: two watches in a process
+would mistake the end of each other's probes for the end of the service."""
 
 
 def probe(host: str, port: int, timeout_s: float) -> None:
-    """Whether somebody listens. Raises OSError: nobody does."""
+    """Checks that the address accepts connections. Raises OSError if it doesn't."""
     with _probing:
         socket.create_connection((host, port), timeout=timeout_s).close()
 
@@ -256,9 +256,9 @@ def _own_connections(host: str, port: int) -> list[socket.socket]:
 
 
 def _duplicate(name: str) -> socket.socket | None:
-    """A duplicate of a descriptor that is a socket; None for another file, and for one closed meanwhile.
+    """A duplicate of a socket's descriptor; None for any other file, or one closed meanwhile.
 
-    Raises OSError: none can be made, which is not to be taken for a service without connections.
+    Raises OSError: duplication failed, which must not be mistaken for a service without connections.
     """
     try:
         if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):

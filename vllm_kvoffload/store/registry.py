@@ -1,4 +1,4 @@
-"""Which stores there are, by the name that `backend` gives."""
+"""The stores, by their `backend` name."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def make_store(
     device_id: int = 0,
     devices: DeviceCopies | None = None,
 ) -> Store:
-    """A new client; its backend's package is imported only now.
+    """Makes a client, importing its backend's package on demand.
 
     Args:
         backend: one of BACKENDS. local_bytes: size of the `local` backend's pool.
-        role: "owner" for tensor parallel rank 0 (with `local` it holds the pool and must be made before the
-            others can do anything), "rank" for the other ranks, "scheduler" for a client that never copies.
+        role: "owner" for tensor parallel rank 0 (with `local` it holds the pool and must exist before other
+            clients can work), "rank" for the other ranks, "scheduler" for a client that never copies.
         instance: one name per engine and data parallel rank. device_id: accelerator of this process.
-        devices: how `local` reaches that accelerator's memory; `memcache` does it by itself.
+        devices: copies to and from that accelerator's memory for `local`; `memcache` has its own.
 
     Raises:
-        ConfigError: unknown backend, an option that can't work, or no memory for the pool.
+        ConfigError: unknown backend, an invalid option, or no memory for the pool.
         StoreUnavailableError: the backend's package is missing, or its service can't be reached.
         StoreError: another process owns this instance.
     """

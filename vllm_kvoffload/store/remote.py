@@ -1,4 +1,4 @@
-"""The client's side of a local store's index: in this process, or through the socket of another one."""
+"""The client side of a local store's index: in this process, or through another process's socket."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ from vllm_kvoffload.store.wire import (
 )
 
 RETRY_S = 0.2
-"""After a failed connection, calls fail at once for this long."""
+"""Time for which calls fail immediately after a failed connection."""
 
 Quiet = Callable[[], bool]
-"""Asked before a connection is made anew: does no copy run?"""
+"""Called before reconnecting: returns whether all copies have drained."""
 
 
 class IndexClient(Protocol):
-    """One client's connection. `session` changes when all that was open is gone."""
+    """One client's connection. `session` changes when all open objects are lost."""
 
     session: int
 
     def call(self, request: Request) -> tuple[int, Reply]:
-        """The session that answered, and its answer. Raises StoreUnavailableError."""
+        """Returns (session, reply). Raises StoreUnavailableError."""
 
     def memory(self) -> npt.NDArray[np.uint8]:
         """The pool, uint8 [pool_bytes], mapped into this process. Raises StoreUnavailableError."""
 
     def close(self, *, quiet: bool) -> None:
-        """quiet: this client copies no more. Idempotent."""
+        """Closes the connection. quiet: this client's copies have drained. Idempotent."""
 
 
 class DirectIndex:
-    """The index of this very process."""
+    """The index in this process."""
 
     def __init__(self, service: IndexService) -> None:
         self._service = service
@@ -75,7 +75,7 @@ class DirectIndex:
             raise StoreUnavailableError(f"local store: {error}") from error
 
     def close(self, *, quiet: bool) -> None:
-        # A copy that still runs keeps its memory mapped; what it writes lapses while the process lives.
+        # A running copy keeps its memory mapped; its unfinished writes lapse while the process lives.
         if quiet:
             try:
                 self._service.call(self._name, Goodbye())
@@ -86,7 +86,7 @@ class DirectIndex:
 
 
 class RemoteIndex:
-    """The index that another process serves. Connects at the first call, and again after a loss.
+    """The index served by another process. Connects at the first call, and again after a loss.
 
     Args:
         instance: of the store. timeout_s: of a call. quiet: see `Quiet`. maps: whether `memory` is needed.
@@ -114,7 +114,7 @@ class RemoteIndex:
                 send_message(connection, request, deadline)
                 reply = reply_decoder.decode(receive_body(connection, deadline))
             except (ConnectionLost, msgspec.MsgspecError) as error:
-                # An answer that comes too late would be taken for that of the next request.
+                # A late answer would be taken for the answer to the next request.
                 raise self._disconnect(str(error)) from error
             session = self.session
         if reply.error:
@@ -123,7 +123,7 @@ class RemoteIndex:
 
     def memory(self) -> npt.NDArray[np.uint8]:
         segment = self._segment
-        if segment is None or self._connection is None:  # copies don't wait for somebody else's call
+        if segment is None or self._connection is None:  # copies must not wait for another thread's call
             with self._locked():
                 self._connect(time.monotonic() + self._timeout_s)
                 segment = self._segment
@@ -135,7 +135,7 @@ class RemoteIndex:
             with self._locked():
                 connection, self._connection, self._closed = self._connection, None, True
         except StoreUnavailableError:
-            self._closed = True  # a call is stuck: it ends with its own deadline, and the process lives on
+            self._closed = True  # a call is stuck: it ends at its own deadline, and the process continues
             return
         self._segment = None
         if connection is None:
@@ -203,7 +203,7 @@ class RemoteIndex:
 
 
 class _Locked:
-    """A lock with a deadline: whoever holds it waits for an answer."""
+    """Takes a lock with a deadline: its holder may be waiting for an answer."""
 
     def __init__(self, lock: threading.Lock, timeout_s: float) -> None:
         self._lock, self._timeout_s = lock, timeout_s

@@ -1,7 +1,7 @@
 """The index and the memory of a local store, served to clients in this process and in others.
 
-Other processes come through a Unix socket: one thread a connection, which does nothing but answer. Memory and
-socket have no names in the file system, so nothing is left behind however this process ends; clients get the
+Other processes connect through a Unix socket; one thread per connection answers requests. Memory and socket
+have no names in the file system, so nothing is left behind however this process ends. Clients receive the
 memory's file descriptor through the socket.
 """
 
@@ -51,7 +51,7 @@ HELLO_S = 10.0
 SEND_S = 10.0
 JOIN_S = 5.0
 PAUSE_S, MAX_PAUSE_S = 0.02, 1.0
-"""Between failed attempts to accept a connection."""
+"""Pause between failed attempts to accept a connection."""
 
 Process = tuple[int, int | None]
 
@@ -60,11 +60,11 @@ class IndexService:
     """One pool of shared memory and its index.
 
     Args:
-        pool_bytes: of memory, reserved at once. write_lease_s: after which an unfinished write lapses.
+        pool_bytes: of memory, reserved immediately. write_lease_s: limit of an unfinished write.
         clock: seconds of the machine's monotonic clock; other processes compare deadlines with theirs.
 
     Raises:
-        SegmentMemoryError: the memory is not there.
+        SegmentMemoryError: not enough memory.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class IndexService:
         self._clock = clock
         self._lock = threading.Lock()
         self._serial = 0
-        self._current: dict[str, str] = {}  # of each client, the name of its present connection in the index
+        self._current: dict[str, str] = {}  # for each client, the name of its current connection in the index
         self._lost: dict[str, Process] = {}  # connections that ended while their process may still copy
         self._closed = False
 
@@ -91,9 +91,9 @@ class IndexService:
             return replace(self._index.snapshot())
 
     def connect(self, client: str) -> str:
-        """A name for `call`, for a client that has no copy running: what it had open is let go.
+        """Returns a new name for `call`, for a client without running copies, and closes its open objects.
 
-        Calls by its earlier names, which may still be under way, are refused from now on.
+        Later calls with its earlier names are rejected.
         """
         with self._lock:
             self._refuse_if_closed()
@@ -105,7 +105,7 @@ class IndexService:
             return name
 
     def call(self, name: str, request: Request) -> Reply:
-        """Answers a request. Raises StoreError: closed, or the client has connected anew."""
+        """Answers a request. Raises StoreError: the service is closed, or the client has reconnected."""
         now = self._clock()
         with self._lock:
             self._refuse_if_closed()
@@ -134,7 +134,7 @@ class IndexService:
         return Reply()
 
     def lose(self, name: str, process: Process) -> None:
-        """A connection ended without a goodbye."""
+        """Called when a connection ends without a Goodbye."""
         with self._lock:
             client = name.partition(".")[0]
             if self._current.get(client) != name:
@@ -153,7 +153,7 @@ class IndexService:
             del self._current[client]
 
     def _bury(self) -> None:
-        """Frees what lost clients had open, once their processes are dead: only then they are quiet."""
+        """Frees the open objects of lost clients whose processes are dead: only then have copies drained."""
         left = self._index.clients() if self._lost else set()
         for name, (pid, ticks) in list(self._lost.items()):
             if name not in left or ticks is None or start_ticks(pid) != ticks:
@@ -164,7 +164,7 @@ class IndexService:
             raise StoreError("the store was closed")
 
     def close(self) -> None:
-        """Refuses all further calls, and lets go of the memory. Idempotent."""
+        """Rejects all further calls and releases the memory. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -185,7 +185,7 @@ def _granted(results: list[Grant | None] | list[Grant | WriteRefusal]) -> list[G
 class IndexServer:
     """Serves an IndexService at an instance's socket.
 
-    `failures`: connections that could not be accepted so far.
+    `failures`: number of connections that could not be accepted.
 
     Raises StoreError: another process serves this instance.
     """
@@ -225,7 +225,7 @@ class IndexServer:
         self._listener.close()
 
     def _accept(self) -> None:
-        """No error (such as too many open files) ends this loop: the other processes need the index."""
+        """Accepts connections. No error, such as too many open files, ends it: other ranks need the index."""
         pause_s = PAUSE_S
         while not self._stopping.is_set():
             try:
@@ -270,7 +270,7 @@ class IndexServer:
                 send_message(connection, reply, time.monotonic() + SEND_S)
         except (StoreError, msgspec.MsgspecError, ValueError) as error:
             logger.debug("local store: connection %s of process %d: %s", name, process[0], error)
-        except Exception as error:  # costs this connection, whose client makes another one
+        except Exception as error:  # ends this connection only; the client reconnects
             self._log.warning("connection", f"{name} of process {process[0]} ended: {error!r}")
         finally:
             with contextlib.closing(connection):

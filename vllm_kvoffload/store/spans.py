@@ -1,4 +1,4 @@
-"""Local memory that copies may touch, and copies between it and objects in this process's memory."""
+"""Registered local memory, and copies between it and objects in this process's memory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ class DeviceCopies(Protocol):
     """Copies between objects in host memory and memory of a device."""
 
     def copy(self, spans: CopySpans, direction: Direction, object_ranges: Int64Array) -> None:
-        """Moves all bytes, of which every one may be touched, and returns when they are there.
+        """Copies all bytes, blocking. The caller has checked all bounds.
 
-        object_ranges: int64 [R, 2], the memory that the objects are in. Raises ValueError: device memory
-        that is not known.
+        object_ranges: int64 [R, 2], memory of the objects. Raises ValueError: unknown device memory.
         """
 
 
 class LocalMemory:
-    """Registered regions, and how those on devices are reached; None: only host memory can be registered.
+    """Registered regions, with the copies for device memory; None: only host memory can be registered.
 
-    `table`: their bounds. `ranges`: int64 [R, 2], the same.
+    `table`: the regions' bounds. `ranges`: the bounds as int64 [R, 2].
     """
 
     def __init__(self, devices: DeviceCopies | None = None) -> None:
@@ -38,8 +37,8 @@ class LocalMemory:
         self.ranges: Int64Array = self.table.ranges
 
     def add(self, regions: Sequence[Region]) -> None:
-        """Raises StoreError: a region is empty, overlaps another one, or is on a device that can't be
-        reached; nothing was added then."""
+        """Registers regions. Raises StoreError: a region is empty, overlaps another one, or is on a device
+        without copies; nothing was added then."""
         others = sorted({region.device for region in regions} - {"host"})
         if others and self.devices is None:
             raise StoreError(f"register: this client reaches host memory only, not {', '.join(others)}")
@@ -53,7 +52,7 @@ class LocalMemory:
 
 
 def by_device(addresses: Int64Array, regions: Sequence[Region]) -> list[tuple[str, Any]]:
-    """Which spans lie in regions of which device; all addresses lie in some region."""
+    """Groups spans by the device of their region; every address must lie in a region."""
     ordered = sorted(regions, key=lambda region: region.address)
     starts = np.array([region.address for region in ordered], dtype=np.int64)
     at = np.searchsorted(starts, addresses, side="right") - 1
@@ -77,7 +76,7 @@ def copy_host(
     spans: CopySpans, direction: Direction, object_ranges: Int64Array, local_ranges: Int64Array
 ) -> None:
     """Copies within host memory. Raises ValueError: a span is out of the ranges, int64 [R, 2] each."""
-    from vllm_kvoffload.ops import copy_spans  # brings torch, which a client that never copies can do without
+    from vllm_kvoffload.ops import copy_spans  # imports torch, which a client that never copies doesn't need
 
     if direction == "save":
         copy_spans(spans.object_address, spans.local_address, spans.nbytes, object_ranges, local_ranges)

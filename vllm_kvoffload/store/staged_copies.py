@@ -1,8 +1,8 @@
 """Copies between ordinary host memory and the NPU, through page-locked memory of this process.
 
-The `local` store's pool is shared memory that no device knows. Only page-locked memory can be copied to and
-from a device without torch waiting for each piece, so bytes go through some of it: gathered there by the
-processor, moved by the device's copy engine, one direction not in the way of the other.
+The `local` store's pool is shared memory that is not registered with a device. Only page-locked memory can be
+copied to and from a device asynchronously, so bytes are staged in it: gathered by the processor and copied by
+the device's copy engine. Each direction has a stage of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Allocate = Callable[[int], torch.Tensor]
 
 
 def page_locked(nbytes: int) -> torch.Tensor:
-    """uint8 [nbytes] that the device can copy from and to by itself."""
+    """Page-locked uint8 [nbytes], for asynchronous copies from and to the device."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
@@ -31,10 +31,9 @@ class StagedCopies:
     """See `store.DeviceCopies`. Each call waits for its copies, on the device stream that is current.
 
     Args:
-        npu: torch.npu. caches: contiguous tensors on the device, all that copies may touch.
-        stage_bytes: of page-locked memory for each direction, STAGE_BYTES if None; a longer span makes it
-            longer.
-        allocate: makes it; None for `page_locked`.
+        npu: torch.npu. caches: contiguous tensors on the device; copies touch no other device memory.
+        stage_bytes: of page-locked memory for each direction, STAGE_BYTES if None; grows for longer spans.
+        allocate: allocates the stage; None for `page_locked`.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class StagedCopies:
         allocate: Allocate | None = None,
     ) -> None:
         self._npu = npu
-        by_address = {cache.data_ptr(): cache for cache in caches}  # layers that share memory name it twice
+        by_address = {cache.data_ptr(): cache for cache in caches}  # layers may share memory
         ordered = [by_address[address] for address in sorted(by_address)]
         self._caches = [cache.view(torch.uint8).view(-1) for cache in ordered]
         self._starts = np.array([cache.data_ptr() for cache in ordered], dtype=np.int64)
@@ -74,7 +73,7 @@ class StagedCopies:
     def _copy(
         self, stage: torch.Tensor, spans: CopySpans, direction: Direction, object_ranges: Int64Array
     ) -> None:
-        """Spans in order of their device addresses, which fit into the stage together."""
+        """Copies spans that fit into the stage together, ordered by device address."""
         offsets = np.cumsum(spans.nbytes) - spans.nbytes
         base = stage.data_ptr()
         staged = CopySpans(spans.object_address, base + offsets, spans.nbytes)
@@ -86,12 +85,12 @@ class StagedCopies:
             (part if direction == "load" else host).copy_(
                 host if direction == "load" else part, non_blocking=True
             )
-        self._npu.current_stream().synchronize()  # no deadline here: the pipeline has one
+        self._npu.current_stream().synchronize()  # no deadline needed: the pipeline has one
         if direction == "save":
             copy_host(staged, direction, object_ranges, stage_range)
 
     def _runs(self, spans: CopySpans, offsets: Int64Array) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """(device memory, its place in the stage, bytes), neighbours on the device together."""
+        """Yields (device memory, offset in the stage, bytes); neighbours on the device are merged."""
         near, nbytes = spans.local_address, spans.nbytes
         cache = np.searchsorted(self._starts, near, side="right") - 1
         joined = (near[:-1] + nbytes[:-1] == near[1:]) & (cache[:-1] == cache[1:])
@@ -105,7 +104,7 @@ class StagedCopies:
 
 
 def batches(nbytes: Int64Array, limit: int) -> Iterator[slice]:
-    """Consecutive spans of at most `limit` bytes together; no span is longer than that."""
+    """Groups consecutive spans into batches of at most `limit` bytes; no span may be longer."""
     start, total = 0, 0
     for index, size in enumerate(nbytes.tolist()):
         if total + size > limit:

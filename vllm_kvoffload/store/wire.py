@@ -1,4 +1,4 @@
-"""Messages between clients and the index of a local store, and their way over a Unix socket.
+"""Messages between clients and the index of a local store, and their framing on a Unix socket.
 
 A frame is its length (4 bytes, big endian) and a msgpack message. All waits end at a deadline of
 `time.monotonic()`.
@@ -24,14 +24,14 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """First message of a connection. client: new for every client object, kept when it reconnects."""
+    """First message of a connection. client: unique to each client object, kept on reconnection."""
 
     version: int
     client: str
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="goodbye"):
-    """The client copies no more; what it has open may be let go."""
+    """The client's copies have drained; its open objects may be closed."""
 
 
 class Lookup(msgspec.Struct, frozen=True, array_like=True, tag="lookup"):
@@ -61,7 +61,7 @@ Request = Hello | Goodbye | Lookup | OpenRead | CloseRead | OpenWrite | FinishWr
 
 
 class Granted(msgspec.Struct, frozen=True, array_like=True):
-    """As `index.Grant`; the deadline is on this machine's monotonic clock."""
+    """Like `index.Grant`; the deadline is on this machine's monotonic clock."""
 
     handle: int
     offset: int
@@ -70,8 +70,8 @@ class Granted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """error: "" unless refused. run: of a lookup. grants: of openings; a text is a WriteRefusal's value.
-    pool_bytes: of the memory whose descriptor comes with the answer to Hello."""
+    """Answer to a request. error: "" unless rejected. run: of a lookup. grants: of openings; a string is a
+    WriteRefusal's value. pool_bytes: of the memory whose descriptor comes with the answer to Hello."""
 
     error: str = ""
     run: int = 0
@@ -81,7 +81,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ConnectionLost(StoreError):
-    """The other end is gone, too slow, or talks another protocol."""
+    """The peer has ended, is too slow, or uses another protocol."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -96,7 +96,7 @@ def socket_address(instance: str) -> str:
 
 
 def peer_process(connection: socket.socket) -> tuple[int, int]:
-    """(process id, user id) of the other end, which the kernel vouches for."""
+    """(process id, user id) of the peer, as reported by the kernel."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return pid, uid
@@ -105,7 +105,7 @@ def peer_process(connection: socket.socket) -> tuple[int, int]:
 def send_message(
     connection: socket.socket, message: Request | Reply, deadline: float | None, fd: int | None = None
 ) -> None:
-    """Sends one frame, with a file descriptor where given. Raises ConnectionLost."""
+    """Sends one frame, with a file descriptor if given. Raises ConnectionLost."""
     body = _encoder.encode(message)
     frame = memoryview(_LENGTH.pack(len(body)) + body)
     try:
