@@ -286,7 +286,7 @@ void Core::set_flag(Pipe from, Pipe to, int id, SiteId site) {
            "event id " + std::to_string(id) + " comes from neither AllocEventID nor FetchEventID");
   }
   Flag& flag = state->flag;
-  if (flag.set) report(Kind::kFlagSetTwice, site, "sets a flag that nobody waited for since", flag.site);
+  if (flag.set) report(Kind::kFlagSetTwice, site, "sets a flag that has not been waited for since", flag.site);
   flag.set = true;
   flag.dropped = off;
   flag.site = site;

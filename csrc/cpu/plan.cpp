@@ -83,7 +83,7 @@ RequestJob make_job(const PlanInput& in, const ResidencyView& residency, const P
   return job;
 }
 
-// Request n's row, if its ids are so many that they fall in most lines of it; else the few are fetched one by one.
+// Request n's row, if its ids cover most of the row's cache lines; otherwise they are fetched one by one.
 NextRowView next_row(const PlanInput& in, const ResidencyView& residency, std::int64_t n) {
   if (n >= in.requests || in.rows[n] < 0) return {};
   const std::int64_t ids = (std::int64_t{in.query_start_loc[n + 1]} - in.query_start_loc[n]) * in.width;
@@ -126,7 +126,7 @@ void dsa_plan(const PlanInput& in, const ResidencyView& residency, const PlanOut
     }
     RequestJob job = make_job(in, residency, out, n);
     job.fetched = fetched;
-    job.expected_misses = n > 0 ? out.miss_counts[n - 1] : 0;  // requests of a step are alike
+    job.expected_misses = n > 0 ? out.miss_counts[n - 1] : 0;  // the requests of a step are similar
     job.next = next_row(in, residency, n + 1);
     fetched = job.next.slots > 0;
     plan_request(job, scratch, stats);

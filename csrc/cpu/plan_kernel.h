@@ -31,14 +31,14 @@ inline int first_from(std::uint32_t mask, int from) {
   return (from + __builtin_ctzll(doubled >> from)) & (W - 1);
 }
 
-// Fetches the next request's row into the cache while this one is planned. Some lines at a time, all through the plan:
-// a core waits for a couple of dozen lines at once, and a burst of more would hold up the look-ups behind it.
+// Prefetches the next request's row into the cache while this one is planned, a few lines at a time throughout the
+// plan: a core has a couple of dozen outstanding line fetches, and a larger burst would delay the look-ups behind it.
 class NextRow {
  public:
   NextRow(const NextRowView& row, std::int64_t positions, std::int64_t expected_misses)
       : tags_(row.tags), ages_(row.ages), left_(row.slots), hurry_(left_ / kStep - expected_misses > positions / 8) {}
 
-  // Once per block of 16 ids marked. Where two steps would leave more than one for each miss, the others cannot wait.
+  // Called per block of 16 marked ids. Does more if two steps would leave more than one for each expected miss.
   void advance_block() {
     advance();
     advance();
@@ -47,7 +47,7 @@ class NextRow {
     advance();
   }
 
-  // Once per miss. Does nothing when the whole row is fetched.
+  // Called per miss. Does nothing once the whole row is fetched.
   void advance() {
     if (left_ <= 0) return;
     __builtin_prefetch(tags_);
@@ -70,16 +70,16 @@ class NextRow {
   bool hurry_;
 };
 
-// What marking appends to, and counts.
+// Output lists and counters of the marking loop.
 struct Marked {
   std::int32_t* pending;  // end of the list
   std::int32_t invalid;
 };
 
-// Looks up query positions and marks the hits: their slots, the slots needed, the positions left over. The plan's one
-// loop over all ids, and so free of branches on the outcome, which no predictor guesses: a wrong guess costs more than
-// the whole look-up. A block is settled when the next one has been looked up: reading 16 masks as one vector right
-// after they were written one by one waits for the writes to leave the core.
+// Looks up query positions and marks the hits: their slots, the needed slots, and the remaining positions. This is the
+// plan's only loop over all ids. It has no branches on the outcome, which is unpredictable: a misprediction costs more
+// than the whole look-up. A block is settled after the look-up of the next one: reading 16 masks as one vector
+// immediately after writing them one by one would stall on the store buffer.
 template <int W>
 class Marker {
  public:
@@ -117,7 +117,7 @@ class Marker {
 
  private:
   static constexpr std::int32_t kBlock = 16;
-  static constexpr std::int32_t kAhead = 48;  // ids, for a row that nobody fetched
+  static constexpr std::int32_t kAhead = 48;  // look-ahead in ids, for a row that was not fetched as a whole
 
   struct Block {
     alignas(64) std::uint32_t bases[kBlock];  // first slot of the id's set
@@ -186,7 +186,7 @@ class Marker {
   const bool fetched_;
 };
 
-// What a policy sees of a set, see ../policies/policy.h.
+// A policy's view of a set, see ../policies/policy.h.
 template <int W>
 class SetAges {
  public:
@@ -234,7 +234,7 @@ class RequestPlan {
   std::int32_t* tags_of(std::int32_t set) const { return job_.tags + std::int64_t{set} * W; }
   std::uint8_t* ages_of(std::int32_t set) const { return job_.ages + std::int64_t{set} * W; }
 
-  // I-2: rows written for drafts that were rejected since must not be found again.
+  // I-2: rows written for drafts rejected since must not be found again.
   void drop_unstable() {
     const std::int32_t high = *job_.high;
     if (std::int64_t{high} - stable_ > std::int64_t{job_.sets} * W) {
@@ -429,7 +429,7 @@ class RequestPlan {
     scratch_.displaced_used[displaced_count_++] = static_cast<std::int32_t>(at);
   }
 
-  // Tokens of this step are likely to be chosen by the next one, so they stay if that costs the step nothing.
+  // The next step is likely to choose this step's tokens, so they stay where this costs the step nothing.
   void place_unchosen_new_tokens() {
     for (std::int32_t token = 0; token < job_.query_tokens; ++token) {
       if (job_.new_slots[token] != kNoSlot) continue;

@@ -1,4 +1,4 @@
-// What one request's plan needs, resolved to its row: the seam between plan.cpp and the kernels of each ISA.
+// Inputs of one request's plan, resolved to its row: the interface between plan.cpp and the kernels of each ISA.
 #pragma once
 
 #include "residency.h"
@@ -6,10 +6,10 @@
 
 namespace kvoffload {
 
-// Up to so many slots per id, one pass over a row is cheaper than a visit to each id's own place in it.
+// Maximum slots per id at which one pass over a row is cheaper than visiting each id's own set.
 inline constexpr std::int64_t kDense = 16;
 
-// The row of the request planned next, to be fetched meanwhile.
+// The row of the request planned next, prefetched in the meantime.
 struct NextRowView {
   const std::int32_t* tags;
   const std::uint8_t* ages;
@@ -34,7 +34,7 @@ struct RequestJob {
   std::int32_t seq_len;
   std::int32_t sets;
   std::int32_t expected_misses;  // a guess, for pacing only
-  bool fetched;      // the request before had this one's row as its `next`
+  bool fetched;      // the previous request had this row as its `next`
   NextRowView next;
 };
 

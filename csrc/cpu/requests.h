@@ -1,4 +1,4 @@
-// Checks of how a step's tokens are divided among requests and rows.
+// Checks the assignment of a step's tokens to requests and rows.
 #pragma once
 
 #include <cstdint>
@@ -17,14 +17,14 @@ struct RequestsView {
   bool active(std::int64_t n) const { return rows[n] >= 0 && starts[n + 1] > starts[n]; }
 };
 
-// Starts at 0, does not decrease, ends within `tokens`; `owner` is the argument that has so many.
+// Checks: starts at 0, does not decrease, ends within `tokens`; `owner` names the argument with `tokens` entries.
 void check_starts(const RequestsView& requests, std::int64_t tokens, const char* owner);
 
-// Rows of the active requests are below `rows`; `owner` is the argument that has so many.
+// Checks that rows of active requests are below `rows`; `owner` names the argument with `rows` entries.
 void check_rows(const RequestsView& requests, std::int64_t rows, const char* owner);
 
-// Two requests on one row would overwrite each other's state within the step. Rows must have been checked; `seen` has
-// an entry for each, all zero before and after.
+// Checks that rows are unique: requests sharing a row would overwrite each other's state in the step. Rows must have
+// been range-checked; `seen` has one entry per row, all zero before and after.
 void check_rows_distinct(const RequestsView& requests, std::vector<std::uint8_t>& seen);
 
 }  // namespace kvoffload

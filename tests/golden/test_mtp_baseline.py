@@ -19,7 +19,7 @@ TIE = 1e-3
 
 
 def mtp(drafts: int, **options: Any) -> dict[str, Any]:
-    """Engine options for so many drafts a step; further ones go to `speculative_config`."""
+    """Engine options for a number of drafts per step; extra options go to `speculative_config`."""
     return {"speculative_config": {"method": "mtp", "num_speculative_tokens": drafts, **options}}
 
 
@@ -44,7 +44,7 @@ def assert_same_tokens(ours: Sequence[Outcome], reference: Sequence[Outcome]) ->
 
 
 def draft_counts(*results: Result) -> Counter[int]:
-    """How many sets of drafts had so many of them accepted."""
+    """Number of draft sets, by their number of accepted drafts."""
     return Counter(count for result in results for count in result.trace.accepted)
 
 

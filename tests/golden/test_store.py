@@ -160,7 +160,7 @@ def test_control_what_is_not_awaited_shows(lab, monkeypatch, break_it):
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_block_that_is_gone_costs_its_request_only(lab, policy):
-    """Its KV is computed again, or it ends with an error; never wrong tokens, and nobody else is hurt."""
+    """Its KV is recomputed or it ends with an error; never wrong tokens; other requests are unaffected."""
     transfer = transfer_config(2, [0], kv_load_failure_policy=policy)
     with store_engine(lab, transfer, workloads=("long",)) as runs:
         worker = store_worker()

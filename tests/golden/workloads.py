@@ -112,7 +112,7 @@ def _seeded() -> tuple[Job, ...]:
 
 
 def _full() -> tuple[Job, ...]:
-    # As long as a request can get. At its end no drafts are made, for nobody.
+    # The maximum request length. At its end no request gets drafts.
     return (Job(prompt(2020, 12), max_tokens=28), Job(prompt(100, 12), max_tokens=50, arrival=4))
 
 

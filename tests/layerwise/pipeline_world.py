@@ -143,7 +143,7 @@ class World:
         return request
 
     def step(self, chunks: dict[int, int]) -> dict[str, str]:
-        """Computes so many tokens of each request, by number; returns the lost ones."""
+        """Computes the given number of tokens of each request; returns the failed requests and reasons."""
         batch = [(self.requests[number], count) for number, count in chunks.items()]
         shared, own, saves = [], [], []
         for owner, (request, count) in enumerate(batch):

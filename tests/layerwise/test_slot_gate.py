@@ -1,4 +1,4 @@
-"""Gates: memory is overwritten only when nobody needs what is in it (I-9); every wait ends (I-10)."""
+"""Gates: memory is overwritten only when its contents are no longer needed (I-9); waits end (I-10)."""
 
 from __future__ import annotations
 

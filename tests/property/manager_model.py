@@ -376,7 +376,7 @@ class Scheduler:
             budget -= count
 
     def _missing_blocks(self, request: Request, total: int) -> int:
-        """Blocks to allocate for so many tokens, and for what draft passes may write behind them."""
+        """Blocks to allocate for this many tokens, plus positions that draft passes may write behind them."""
         ahead = self.setup.drafts if self.setup.mtp_layers else 0
         return max(self._blocks_for(total + ahead) - len(request.blocks), 0)
 

@@ -43,7 +43,7 @@ class Pools:
         return rows
 
     def new_rows(self, step: Step) -> torch.Tensor:
-        """uint8 [T, row_bytes]: writes the step's tokens, and those before them that nobody wrote."""
+        """uint8 [T, row_bytes]: writes the step's tokens and all earlier tokens not written yet."""
         starts, lengths = step.query_start_loc.tolist(), step.seq_lens.tolist()
         parts = [torch.zeros((0, ROW_BYTES), dtype=torch.uint8)]
         for n, row in enumerate(step.rows.tolist()):

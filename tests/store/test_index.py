@@ -12,7 +12,7 @@ from vllm_kvoffload.store.extents import FreeSpace
 from vllm_kvoffload.store.index import SPARE_DEADLINES, Grant, ObjectIndex
 
 FULL, EXISTS = WriteRefusal.FULL, WriteRefusal.EXISTS
-PHASES = (Phase.generate,)  # no shrinking: it takes its time and shows nobody anything
+PHASES = (Phase.generate,)  # no shrinking: it is slow and adds no information
 
 
 def test_random_programs() -> None:
@@ -185,7 +185,7 @@ def test_free_space_refuses_what_is_free() -> None:
 
 
 def test_what_was_closed_leaves_nothing() -> None:
-    """A lease of minutes would keep an entry for each of so many openings; those that are open still end."""
+    """Closed openings don't keep an entry until the end of a long lease; open ones still expire."""
     index = ObjectIndex(1 << 20)
     (made,) = index.open_write("c", ["k"], 10, 0.0, 60.0)
     assert isinstance(made, Grant)

@@ -79,7 +79,7 @@ def test_a_killed_reader_pins_nothing(owner: Caller, instance: str) -> None:
 
 
 def test_a_writer_stopped_beyond_its_lease_harms_nobody(instance: str) -> None:
-    """Its late copy goes where nobody else's object is, and is not published."""
+    """Its late copy writes to room that no other object uses, and is not published."""
     store = LocalStore(instance, POOL_OBJECTS * OBJECT_BYTES, write_lease_s=1.0)
     owner = Caller(store)
     with ready(instance) as rank:

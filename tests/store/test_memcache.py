@@ -294,7 +294,7 @@ def test_a_writer_killed_before_it_finished_leaves_no_reservation(cluster: MetaC
 
 def test_a_killed_owner_takes_its_objects_along(cluster: MetaCluster) -> None:
     with ready(cluster) as survivor, ready(cluster) as owner:
-        # The service puts each object where it likes: of so many some are in this owner's memory.
+        # The service chooses each object's location: of 48 objects some are in this owner's memory.
         keys = [f"o{i}" for i in range(48)]
         assert [owner.ask("put", [key]) for key in keys] == [[True]] * 48
         assert survivor.ask("get", keys[:8]) == [True] * 8

@@ -123,7 +123,7 @@ def test_success(
 
 
 def test_requests_go_to_the_proxy(fake: Options, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And to nobody else: what the engines would answer is wrong."""
+    """Requests go only to the proxy: the engines themselves would give a wrong answer."""
     fake["prefill"].append("different")
     fake["decode"].append("different")
     assert demo(folder) == 0

@@ -73,7 +73,7 @@ class Started:
 
 
 def run(folder: Path, script: str, expected: int, *arguments: str, **environment: str) -> list[Started]:
-    """What a script starts, by port, commands without one first; it ends when so many were started."""
+    """Commands started by a script, by port, those without one first; stops after `expected` commands."""
     (folder / "examples").mkdir()
     copy = folder / "examples" / script
     copy.write_text((EXAMPLES / script).read_text())

@@ -106,7 +106,7 @@ def test_a_reading_rank_writes_nothing_but_takes_part_in_barriers(runtime: CpuRu
     store = make_store(runtime, writer=False, barrier=lambda: calls.append("barrier"))
     store.write(0, rows(1), torch.tensor([0]))
     store.begin_step()
-    assert not calls  # joining the own writes needs nobody else
+    assert not calls  # joining its own writes needs no other rank
     store.await_layer(0)
     assert calls == ["barrier"]
     assert (store.layers[0] == EMPTY).all()

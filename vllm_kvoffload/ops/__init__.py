@@ -1,7 +1,7 @@
 """The sparse-decode operators: residency plan, row copies, and their plain-Python oracle.
 
-Owns the typed front of the C++ core (``csrc/cpu``) and the state types it works on. Never touches streams,
-vLLM or model code: callers pass contiguous CPU tensors and decide where and when a call runs. Every call
+Owns the typed front end of the C++ core (``csrc/cpu``) and its state types. Never touches streams, vLLM or
+model code: callers pass contiguous CPU tensors and decide where and when a call runs. Every call
 releases the GIL, checks its arguments before touching memory and raises ``ValueError`` naming the argument at
 fault. CANN's own plan and install, for comparison, are in :mod:`vllm_kvoffload.ops.conformance`.
 """

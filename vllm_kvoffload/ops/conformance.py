@@ -1,4 +1,4 @@
-"""CANN's plan and install, reproduced to the letter on our own residency.
+"""CANN's plan and install, reproduced exactly on this project's residency.
 
 ``dsa_plan`` and ``dsa_install`` of its inference recipes (cann-recipes-infer, as of August 2026), for
 comparison with published behaviour only: 16 ways, ``fifo``, compact delivery, a plan that writes no metadata
@@ -10,10 +10,11 @@ and an install that replays the FIFO pointers. Per decode step and index group:
    with ``out.miss_positions``, ``out.miss_slots`` and ``out.miss_counts``; the owner does the same last, with
    ``metadata_update=True``. All replay the same pointers, so all get the same slots.
 
-Where an id stands is looked up in its set, where CANN keeps a table of all ids; both say the same. What
-CANN does and we would not: padding must be trailing (a chunk of an eighth of the positions starts afresh
-unless the position before it is negative), token 0 is never new, and more than 16 new ids in a set overwrite
-each other. A step's own tokens are never installed, so rejected drafts need no roll-back.
+An id's slot is looked up in its set, whereas CANN keeps a table of all ids; the results are equal. Properties
+of CANN's plan that this project's plan avoids: padding must be trailing (a chunk of an eighth of the
+positions starts afresh unless the position before it is negative), token 0 is never new, and more than 16 new
+ids in a set overwrite each other. A step's own tokens are never installed, so rejected drafts need no
+roll-back.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def plan(
     id_range: int,
     out: ConformanceOut,
 ) -> None:
-    """Says of every position where its row is. Reads the residency, writes none of it.
+    """Determines the location of every position's row. Does not change the residency.
 
     Of a request with q query tokens and sequence length L, query s may see ids up to ``L - q + s``; ids
     above ``max(L - q - 1, 0)`` are the step's own and never hit. In order of position: after a stop
@@ -121,7 +122,7 @@ def install_slots(
     *,
     metadata_update: bool,
 ) -> None:
-    """Replays the FIFO pointers over a plan's records and says what is to be installed where.
+    """Replays the FIFO pointers over a plan's records and lists the rows to install and their slots.
 
     By query, chunk and record: the first record of an id takes the way its set's hand points at, and the hand
     moves on by one. Records out of range are dropped, counts clamped.

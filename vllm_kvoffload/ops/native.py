@@ -1,4 +1,4 @@
-"""Calls into the compiled core. :mod:`vllm_kvoffload.ops.oracle` says exactly what each op means."""
+"""Calls into the compiled core. :mod:`vllm_kvoffload.ops.oracle` is the specification of each op."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def dsa_plan(
     out: PlanOut,
     workspace: Workspace,
 ) -> None:
-    """Decides, for one step of one index group, where every chosen token is and which ones must be fetched.
+    """Determines, for one step of one index group, the slot of every top-k token and the tokens to fetch.
 
     Args:
         topk: int32 [T, K], chosen token ids per query token, -1 anywhere for padding.
@@ -76,7 +76,7 @@ def dsa_serve_compact(
     new_rows: torch.Tensor,
     selection: torch.Tensor,
 ) -> int:
-    """Gathers one layer's chosen rows, hits included, in order of position; returns the bytes fetched.
+    """Gathers one layer's top-k rows, hits included, in order of position; returns the bytes fetched.
 
     Args:
         kinds: int32 [at least T, K, 2], as the plan wrote them.
@@ -133,10 +133,10 @@ def gather_selection(
     status: torch.Tensor,
     lengths: torch.Tensor,
 ) -> int:
-    """The baseline: one layer's chosen rows, those of the previous step kept; returns the bytes fetched.
+    """The baseline: one layer's top-k rows, reusing those of the previous step; returns the bytes fetched.
 
-    A selection has no order of its own: ``status`` says which id stands at which place. A row starts with a
-    status of -1 and lengths (the last entry) of 0.
+    The order of a selection is arbitrary: ``status`` lists the id at each place. A row starts with a status
+    of -1 and lengths (the last entry) of 0.
 
     Args:
         topk: int32 [T, K], -1 anywhere for padding.
@@ -232,7 +232,7 @@ def copy_spans(
     Args:
         to: int64 [N], addresses. source: int64 [N], addresses. nbytes: int64 [N], above 0.
         to_ranges: int64 [R, 2], start and end of each piece of memory that may be written, sorted and apart;
-            every span must lie in one of them. The caller vouches for the ranges themselves.
+            every span must lie in one of them. The ranges themselves are not checked.
         source_ranges: int64 [Q, 2], the same for reading.
 
     Raises:

@@ -24,7 +24,7 @@ NAMESPACE = "kvoffload"
 
 
 class _Thread(threading.local):
-    """What each thread keeps from call to call."""
+    """Per-thread state reused from call to call."""
 
     def __init__(self) -> None:
         self.workspace = _C.Workspace()
@@ -156,7 +156,7 @@ def host_write(host: torch.Tensor, new_rows: torch.Tensor, slot_mapping: torch.T
 
 
 def _writes_nothing(*args: object, **kwargs: object) -> None:
-    """Of any of them: on fake tensors there is nothing to write, and nothing is returned."""
+    """Fake implementation of every op: writes and returns nothing."""
 
 
 _OPS = {

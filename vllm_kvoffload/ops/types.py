@@ -34,7 +34,7 @@ def _needed(handle: Handle | None, name: str) -> Handle:
 
 
 class Kind(IntEnum):
-    """Where the row of a top-k position is, for compact delivery, and what the number beside it means.
+    """Location of a top-k position's row, for compact delivery, and the meaning of the number beside it.
 
     The numbers are those of CANN's ``dsa_plan``.
     """
@@ -48,7 +48,7 @@ class Kind(IntEnum):
 
 
 class Residency:
-    """Which slots of each row hold which tokens, for one index group.
+    """Assignment of tokens to the slots of each row, for one index group.
 
     Slot number within a row: ``set * W + way``; a token id lives in set ``id & (S - 1)`` only.
 
@@ -59,7 +59,7 @@ class Residency:
         high: int32 [R], the seq_len of the row's last plan, 0 after a reset.
         policy: its name, one of ``policies.POLICIES``.
 
-    In device memory it is there for the device's own kernels, which take the tensors: it has no ``handle``.
+    In device memory it serves the device's own kernels, which take the tensors; it then has no ``handle``.
 
     Raises ``ValueError`` when a CPU tensor is not contiguous and of that shape and type, W is not 16 or 32, S
     is not a power of two, or the policy is unknown.
@@ -103,7 +103,7 @@ class Residency:
 
     @property
     def handle(self) -> _C.Residency:
-        """What the C++ core takes. Raises ``ValueError`` in device memory."""
+        """This object for the C++ core. Raises ``ValueError`` in device memory."""
         return _needed(self._handle, "residency")
 
     @property
@@ -128,7 +128,7 @@ class Residency:
         return sum(int(tensor.nbytes) for tensor in (self.tags, self.ages, self.hands, self.high))
 
     def reset_row(self, row: int) -> None:
-        """Forgets everything of one row, for its next request. Raises ``IndexError`` without such a row."""
+        """Clears one row for its next request. Raises ``IndexError`` if there is no such row."""
         self.tags[row].fill_(-1)
         self.ages[row].zero_()
         self.hands[row].zero_()
@@ -138,7 +138,7 @@ class Residency:
 class PlanOut:
     """Output buffers of :func:`dsa_plan`, allocated once for the largest step.
 
-    Only the step's part is written. In device memory they are for its own kernels, without ``handle``.
+    Only the step's part is written. In device memory they serve the device's kernels and have no ``handle``.
 
     Attributes:
         slots: int32 [T, K], the slot of every top-k position; -1 for padding, negative or future ids.
@@ -180,12 +180,12 @@ class PlanOut:
 
     @property
     def handle(self) -> _C.PlanOut:
-        """What the C++ core takes. Raises ``ValueError`` in device memory."""
+        """This object for the C++ core. Raises ``ValueError`` in device memory."""
         return _needed(self._handle, "out")
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """All of them, in the order in which they are listed above."""
+        """All buffers, in the order listed above."""
         return (
             self.slots,
             self.new_slots,

@@ -107,8 +107,8 @@ class PatientCalls:
 class ServiceWatch:
     """Detects immediately when a library's service ends, and when it is available again.
 
-    Watches the library's own connection, which the kernel closes with the service; a separate connection would
-    have to speak the library's protocol. `losses` counts losses of the service, each of which voids its
+    Watches the library's own connection, which the kernel closes with the service; a separate connection
+    would have to speak the library's protocol. `losses` counts losses of the service, each of which voids its
     earlier grants. `down`: "" or the reason why the service is unusable; a watch without a visible connection
     counts as down, too. `failures`: errors of the watch itself (an unresolvable name, no descriptors).
 

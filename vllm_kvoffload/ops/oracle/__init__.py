@@ -2,7 +2,7 @@
 
 Same signatures as :mod:`vllm_kvoffload.ops`; :mod:`vllm_kvoffload.ops.oracle.conformance` is the reference of
 :mod:`vllm_kvoffload.ops.conformance`. Written for reading, not for speed: no vectorisation, no scratch kept
-between calls, scans where the core keeps lists. Arguments are checked by the core only, but for the plan's.
+between calls, scans where the core keeps lists. Of the reference ops, only the plan checks its arguments.
 """
 
 from vllm_kvoffload.ops.oracle.copies import (

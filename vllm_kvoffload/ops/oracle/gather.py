@@ -1,4 +1,4 @@
-"""The baseline's selection: only what the previous step selected is kept, no pool."""
+"""The baseline's selection: keeps only the rows selected in the previous step, without a pool."""
 
 from __future__ import annotations
 

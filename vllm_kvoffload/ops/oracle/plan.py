@@ -1,4 +1,4 @@
-"""The plan: which slot every chosen token has, and which tokens must be fetched."""
+"""The plan: the slot of every top-k token, and the tokens to fetch."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class _RowPlan:
             self.ages[where] = self.policy.age_after_hit(int(self.ages[where]))
 
     def take_way(self, index: int) -> int | None:
-        """A way of the set that this step does not need: the lowest empty one, else the policy's victim,
-        after which the hand stands behind it. None when the step needs all. From here on it is needed."""
+        """Takes a way that this step does not need: the lowest empty one, else the policy's victim, behind
+        which the hand then stands. Marks it as needed. None if the step needs all ways of the set."""
         unneeded = {way for way in range(self.ways) if (index, way) not in self.needed}
         if not unneeded:
             return None
@@ -89,7 +89,7 @@ class _RowPlan:
         return way
 
     def install(self, token: int) -> int:
-        """Makes an id resident in its own set; NO_SLOT when the step needs all of the set's ways."""
+        """Makes an id resident in its own set; NO_SLOT if the step needs all ways of the set."""
         home = self.home(token)
         way = self.take_way(home)
         if way is None:
@@ -99,8 +99,8 @@ class _RowPlan:
         return home * self.ways + way
 
     def displace(self, token: int) -> int:
-        """A way of the first other set, going round from the id's own, that has one to spare. It is left
-        untagged, so that the id is gone after this step (I-4)."""
+        """Takes a way of the first other set with a spare one, going round from the id's own set. Leaves it
+        untagged, so that the id is not resident after this step (I-4)."""
         home = self.home(token)
         for step in range(1, self.sets):
             index = (home + step) % self.sets
@@ -113,8 +113,8 @@ class _RowPlan:
         raise AssertionError("more ids than slots")
 
     def describe(self, ids: Array, stable: int, limit: int, slots: Array, kinds: Array) -> None:
-        """The kinds of one query token's positions. ``slots`` are those of the hits: what this step places is
-        not in the pool until it is installed, for duplicates neither."""
+        """Kinds of one query token's positions. ``slots``: of the hits only, because ids placed by this step,
+        including their duplicates, are not in the pool until they are installed."""
         for k, token in enumerate(ids.tolist()):
             if token < 0:
                 kinds[k] = Kind.NEGATIVE_STOP, token
@@ -126,7 +126,7 @@ class _RowPlan:
                 kinds[k] = Kind.OLD_MISS if token < stable else Kind.DECODE_WINDOW, token
 
     def placed(self, token: int, slot: int, position: int, stable: int, new_slots: Array) -> None:
-        """Notes the slot that an id got at its first position."""
+        """Records the slot assigned to an id at its first position."""
         self.slot_of[token] = slot
         if token >= stable:
             new_slots[token - stable] = slot
@@ -136,8 +136,8 @@ class _RowPlan:
             self.stats["misses"] += 1
 
     def place(self, pending: list[tuple[int, int]], stable: int, slots: Array, new_slots: Array) -> None:
-        """Slots of ids that were not resident when the step began. Two passes, so that the first works on
-        each set for itself: only when every set has what it has room for do the leftovers look elsewhere."""
+        """Places ids that were not resident when the step began. In two passes: the first fills each set with
+        its own ids; only then does the second place the remaining ids in other sets."""
         overflow = []
         for position, token in pending:
             if token in self.slot_of:
@@ -223,7 +223,7 @@ def dsa_plan(
     3. the other ids, in order of position, get a slot each on first sight: first all that find a way in their
        own set (:meth:`_RowPlan.install`), then the rest (:meth:`_RowPlan.displace`). Ids below ``stable`` are
        misses, listed in the order in which they were placed; the others are new tokens;
-    4. new tokens that nobody chose are installed too where their set has a way to spare.
+    4. new tokens outside every top-k are installed too, where their set has a spare way.
 
     Requests without a row or without tokens and tokens past the last request get slots of -1 and kinds of
     (INVALID, -1); their rows' state is untouched. ``workspace`` is accepted for the common signature only.
