@@ -38,7 +38,7 @@ class NextRow {
   NextRow(const NextRowView& row, std::int64_t positions, std::int64_t expected_misses)
       : tags_(row.tags), ages_(row.ages), left_(row.slots), hurry_(left_ / kStep - expected_misses > positions / 8) {}
 
-  // Called per block of 16 marked ids. Does more if two steps would leave more than one for each expected miss.
+  // Called per block of 16 marked ids. Two steps; four if two would leave more steps than there are expected misses.
   void advance_block() {
     advance();
     advance();

@@ -60,7 +60,7 @@ def test_preemption(lab):
 
 
 def test_a_request_as_long_as_the_model(lab):
-    """While one is at its end, vLLM runs no MTP layer for anybody, and never writes what it left out.
+    """While one request is at its end, vLLM runs no MTP layer for any, and never writes the skipped rows.
 
     The others' later drafts then depend on what was in these places before; their tokens don't.
     """

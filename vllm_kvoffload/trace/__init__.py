@@ -1,11 +1,10 @@
-"""Which tokens an indexer chose, step by step: recorded, made up, stored, and judged by.
+"""Traces of an indexer's top-k ids per step: recording, generation, storage and policy simulation.
 
 Owns: `format` (the file: header, records, number coding), `writer` and `reader` (one file, in steps),
-`recorder` (the engine's side: a copy and a background thread), `generator` and `suite` (synthetic traces
-that fit published hit rates), `streams` (what a policy sees of a trace), `policies` (reference policies in
-numpy), `simulator` (those beside the real plan) and `plot`.
-Never touches pools, KV or vLLM: an engine hands it chosen ids, and it hands nothing back. Only the
-simulator's plan needs torch and the compiled operators; they are imported when it runs.
+`recorder` (in the engine: a copy and a background thread), `generator` and `suite` (synthetic traces that fit
+published hit rates), `streams` (a trace as input of a policy), `policies` (reference policies in numpy),
+`simulator` (these and the real plan) and `plot`. Never touches pools, KV or vLLM. Only the simulator's plan
+needs torch and the compiled operators, which it imports when it runs.
 """
 
 from vllm_kvoffload.trace.format import TraceError, TraceHeader

@@ -1,30 +1,30 @@
-"""The trace file: a header, then records that can each be checked alone.
+"""The trace file: a header, then records with separate checksums.
 
 All integers are little-endian. A file is::
 
     "KVTRACE1"  u32 length  u32 crc32  header: a JSON object of `length` bytes
     records:    u8 kind     u32 length  u32 crc32  payload of `length` bytes
 
-The checksum is of the header; in records, of the kind's byte and the payload. A process that dies leaves at
-worst a partial last record: readers stop before it. Kinds:
+The checksum covers the header; in records, the kind's byte and the payload. A process that dies leaves at
+worst a partial last record, before which readers stop. Kinds:
 
-- 1 ``REQUEST``: u32 slot, then the request's id in UTF-8. From here on the slot means that request, of which
-  nothing was recorded yet. Slots are reused, so both sides keep state for the live requests only.
-- 2 ``STEP``: one record call of the engine. u32 length, so many bytes of numbers, then bits. The numbers
+- 1 ``REQUEST``: u32 slot, then the request's id in UTF-8. From here on the slot denotes that request, which
+  has no recorded steps yet. Slots are reused, so both sides keep state for live requests only.
+- 2 ``STEP``: one record call of the engine. u32 length, that many bytes of numbers, then bits. The numbers
   are varints (LEB128, below 2**35): group, step, N; then N times slot, seq_len, query_len; then for each of
-  the T query tokens how many *new* ids it has; then those ids token by token, ascending, the first as it is
-  and each later one as the difference to the one before.
-  A token's ids are compared with those of the *same request's query token before it* in that group (an empty
-  set at first). The bits say of each id of that set, ascending, whether the token chose it again (most
-  significant bit first, all tokens in one string); what it chose besides are its new ids.
-- 3 ``DROPPED``: u64, how many record calls were lost here because the writer couldn't keep up.
+  the T query tokens its number of *new* ids; then those ids token by token, ascending, the first as it is
+  and each later one as the difference to its predecessor.
+  A token's ids are compared with those of the *same request's previous query token* in that group (an empty
+  set at first). For each id of that set, ascending, one bit tells whether the token chose it again (most
+  significant bit first, all tokens in one string); its other ids are the new ones.
+- 3 ``DROPPED``: u64, number of record calls lost here because the writer couldn't keep up.
 - 4 ``END``: u64 steps written, u64 dropped. A file without it was not closed.
 
-What is kept of a query token is the *set* of ids it chose: order, duplicates and padding are not. `step`
-counts the record calls of that group from 0, lost ones included.
+The file keeps the *set* of ids of a query token, without order, duplicates and padding. `step` counts the
+record calls of that group from 0, lost ones included.
 
-A decoding model chooses six or seven of ten ids again. In the trace suite an id costs 0.40 to 0.86 bytes
-(0.56 and 0.67 in the two of published models), against 4 in memory and 1.08 as differences alone.
+A decoding model repeats six or seven of ten ids. In the trace suite an id costs 0.40 to 0.86 bytes (0.56 and
+0.67 for the two published models), compared with 4 in memory and 1.08 with differences alone.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ _MAX_HEADER_BYTES = 1 << 20
 
 
 class TraceError(Exception):
-    """A file that is no trace, or one that can't be written where it was asked for."""
+    """A file is not a valid trace, or can't be written at the given path."""
 
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """What a trace is of.
+    """Description of a trace's origin.
 
-    model_name: as served, or of a synthetic trace its name.
-    index_topk: K, ids of a query token at most.
+    model_name: as served, or the name of a synthetic trace.
+    index_topk: K, maximum ids of a query token.
     num_groups: index groups of the model, whether or not all are recorded.
     block_size: tokens of a KV block.
     source: "engine" or "synthetic".
-    details: anything else worth keeping, JSON-compatible.
+    details: additional information, JSON-compatible.
     """
 
     model_name: str
@@ -76,7 +76,7 @@ class TraceHeader:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """The file's beginning."""
+        """The encoded header, which begins the file."""
         text = json.dumps(asdict(self)).encode()
         return _HEAD.pack(MAGIC, len(text), zlib.crc32(text)) + text
 
@@ -105,12 +105,12 @@ def _checksum(kind: int, payload: bytes) -> int:
 
 
 def pack_record(kind: int, payload: bytes) -> bytes:
-    """A whole record."""
+    """The encoded record."""
     return _RECORD.pack(kind, len(payload), _checksum(kind, payload)) + payload
 
 
 def read_record(file: BinaryIO, bytes_left: int) -> tuple[int, bytes] | None:
-    """The next record as (kind, payload); None when what is left is not a whole, undamaged one."""
+    """The next record as (kind, payload); None if the rest is not a complete, undamaged record."""
     head = file.read(_RECORD.size)
     if len(head) < _RECORD.size:
         return None
@@ -124,7 +124,7 @@ def read_record(file: BinaryIO, bytes_left: int) -> tuple[int, bytes] | None:
 
 
 def record_bytes(payload: bytes) -> int:
-    """What a record of this payload takes in the file."""
+    """File size of a record with this payload, in bytes."""
     return _RECORD.size + len(payload)
 
 

@@ -1,8 +1,8 @@
-"""Synthetic indexers: streams of chosen ids with the hit rates that were published for real models.
+"""Synthetic indexers: streams of top-k ids with the hit rates published for real models.
 
-Real top-k traces are not public. A token's score here is a constant Gumbel variate (some tokens matter
-throughout), plus an AR(1) process (what matters drifts), plus white noise (the rest); the K best are chosen,
-and the most recent tokens always.
+Real top-k traces are not public. A token's score here is the sum of a constant Gumbel variate (some tokens
+matter throughout), an AR(1) process (relevance drifts) and white noise. The K best tokens are chosen, and the
+most recent tokens always.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from vllm_kvoffload.trace.format import Ids
 
-RECENT = 128  # tokens that every choice includes
+RECENT = 128  # most recent tokens, part of every top-k
 Scores: TypeAlias = npt.NDArray[np.float32]
 
 
@@ -26,8 +26,8 @@ class ScoreModel:
 
     scale, rho: standard deviation and coefficient per token of the AR(1) process.
     noise: standard deviation of the white noise.
-    span: tokens side by side that share constant and drift; 1: each its own.
-    shift_tokens: every so many tokens, ``shift_share`` of the constants are drawn anew; 0: never.
+    span: number of adjacent tokens that share constant and drift.
+    shift_tokens: interval in tokens at which ``shift_share`` of the constants are redrawn; 0: never.
     """
 
     scale: float
@@ -46,9 +46,9 @@ SCORE_MODELS = {"hisparse": HISPARSE, "cann": CANN}
 
 
 class ScoreProcess:
-    """The scores of ``length`` tokens as decoding goes on.
+    """The scores of ``length`` tokens during decoding.
 
-    rng: decides everything.
+    rng: the only source of randomness.
     length: tokens, including those decoded later.
     """
 
@@ -77,7 +77,7 @@ class ScoreProcess:
         return np.argpartition(score[:length], length - topk)[length - topk :].astype(np.int32)
 
     def advance(self) -> None:
-        """One token further."""
+        """Advances the scores by one token."""
         noise = self._rng.standard_normal(len(self.drift), dtype=np.float32)
         self.drift = np.float32(self._model.rho) * self.drift + self._innovation * noise
         self._tokens += 1
@@ -90,7 +90,7 @@ class ScoreProcess:
 def scored_stream(
     rng: np.random.Generator, steps: int, context: int, topk: int, model: ScoreModel = HISPARSE
 ) -> Ids:
-    """int32 [steps, topk]: what one request chooses while its context grows by one token a step.
+    """int32 [steps, topk]: top-k ids of one request whose context grows by one token a step.
 
     Args:
         context: tokens before the first step; at least ``topk``.

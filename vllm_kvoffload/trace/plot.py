@@ -12,7 +12,7 @@ from vllm_kvoffload.trace.simulator import Result
 
 EXTRA = "plots"
 COLUMNS = 3
-# Full lines: the product's policies; broken: references. Markers too, because 13 colours look alike.
+# Solid lines: the product's policies; dashed: references. Markers as well, because 13 colours look alike.
 MARKERS = "osv^Dx+"
 COLOURS = "tab20"
 
@@ -26,7 +26,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
     if not results:
         raise ValueError("no results to plot")
     try:
-        # The Figure's own canvas: pyplot would look for a display, and keep the figure.
+        # Uses the Figure's own canvas, because pyplot would look for a display and keep the figure.
         figure_module = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise MissingMatplotlib(

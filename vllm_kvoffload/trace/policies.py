@@ -1,8 +1,8 @@
-"""Reference replacement policies, to judge the plan's by: exact and in numpy, one request at a time.
+"""Reference replacement policies for evaluating the plan's: exact, in numpy, one request at a time.
 
-All are *step-granular*, as the plan is: a step asks for a set of ids at once, and none of them may be evicted
-until it is over (attention reads them all). The exception is :class:`SetFifo`. Ids at or beyond the stable
-prefix are dropped when a step begins (I-2); new tokens' rows are taken in without being counted.
+All except :class:`SetFifo` are *step-granular*, like the plan: a step requests a set of ids at once, none of
+which may be evicted until the step ends (attention reads them all). Ids at or beyond the stable prefix are
+dropped when a step begins (I-2); new tokens' rows are inserted without being counted.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ NEVER = 1 << 40
 
 
 class FullyAssociative:
-    """Any id in any slot. Subclasses say by keys which unneeded slots give way: those with the lowest.
+    """Any id in any slot. Subclasses assign keys; the unneeded slots with the lowest keys are evicted.
 
     Args:
-        slots: P, at least the distinct ids of any step.
-        stream: what will be asked.
+        slots: P, at least the number of distinct ids of any step.
+        stream: the requests to come.
     """
 
     def __init__(self, slots: int, stream: Stream) -> None:
@@ -38,7 +38,7 @@ class FullyAssociative:
         self._clock = 0
 
     def plan(self, index: int, step: StreamStep) -> int:
-        """Step number ``index``; returns its misses."""
+        """Plans step number ``index``; returns its number of misses."""
         self._drop_unstable(step)
         ids = np.concatenate((step.old, step.new))
         slots: Slots = self._slot_of[ids].astype(np.intp)
@@ -65,16 +65,16 @@ class FullyAssociative:
         self._high = step.seq_len
 
     def keys_of(self, index: int, count: int) -> npt.NDArray[np.float64]:
-        """Keys of the step's ``count`` ids; here: the order in which they are asked for."""
+        """Keys of the step's ``count`` ids; by default the order of requests."""
         del index
         self._clock += count
         return np.arange(self._clock - count, self._clock, dtype=np.float64)
 
     def on_hits(self, slots: Slots, keys: npt.NDArray[np.float64]) -> None:
-        """Distinct slots were hit."""
+        """Called with the distinct slots that were hit."""
 
     def on_inserts(self, slots: Slots, keys: npt.NDArray[np.float64]) -> None:
-        """Distinct slots got a new id."""
+        """Called with the distinct slots that received a new id."""
         self._keys[slots] = keys
 
     def victims(self, needed: Slots, count: int) -> Slots:
@@ -85,18 +85,18 @@ class FullyAssociative:
 
 
 class Lru(FullyAssociative):
-    """Exact LRU; within a step, ids asked for earlier are older."""
+    """Exact LRU; within a step, ids requested earlier are older."""
 
     def on_hits(self, slots: Slots, keys: npt.NDArray[np.float64]) -> None:
         self._keys[slots] = keys
 
 
 class Fifo(FullyAssociative):
-    """First in, first out: hits change nothing, but spare a slot for the step."""
+    """First in, first out: a hit only protects its slot during the step."""
 
 
 class Random(FullyAssociative):
-    """Any unneeded slot. Empty ones first, as everywhere."""
+    """Evicts a random unneeded slot; uses empty slots first, like the other policies."""
 
     def __init__(self, slots: int, stream: Stream) -> None:
         super().__init__(slots, stream)
@@ -109,10 +109,10 @@ class Random(FullyAssociative):
 
 
 class Belady(FullyAssociative):
-    """Knows the future: the unneeded slot whose id is asked for last (as an old id) gives way.
+    """Knows the future: evicts the unneeded slot whose next request (as an old id) is furthest away.
 
-    The least misses that are possible when all ids of a step must be in the pool together. The published
-    Belady figures are reproduced by this definition.
+    Gives the minimum number of misses if all ids of a step must be in the pool together. This definition
+    reproduces the published Belady figures.
     """
 
     def __init__(self, slots: int, stream: Stream) -> None:
@@ -128,7 +128,7 @@ class Belady(FullyAssociative):
 
 
 def _next_uses(stream: Stream) -> list[npt.NDArray[np.float64]]:
-    """Of each step's old and new ids: the number of the next step that asks for it as an old one."""
+    """For each step's old and new ids: the number of the next step that requests the id as an old one."""
     following = np.full(stream.length + 1, NEVER, np.float64)
     found = []
     for index in range(len(stream.steps) - 1, -1, -1):
@@ -139,10 +139,10 @@ def _next_uses(stream: Stream) -> list[npt.NDArray[np.float64]]:
 
 
 class Sieve(FullyAssociative):
-    """SIEVE (Zhang et al., NSDI 2024): a queue, a bit per slot that hits set, a hand going from old to new.
+    """SIEVE (Zhang et al., NSDI 2024): a queue, a bit per slot set by hits, a hand moving from old to new.
 
-    The hand takes the first unneeded slot without the bit, and clears the bits it passes. It steps over slots
-    that the step needs, which keep theirs.
+    The hand evicts the first unneeded slot without the bit and clears the bits it passes. It skips slots that
+    the step needs, which keep their bits.
     """
 
     def __init__(self, slots: int, stream: Stream) -> None:
@@ -165,7 +165,7 @@ class Sieve(FullyAssociative):
         self._remove(self._id_of[self._queue] < 0)
 
     def _remove(self, gone: npt.NDArray[np.bool_]) -> None:
-        """Takes out of the queue what is marked, position by position; the hand stays where it is in it."""
+        """Removes the marked queue positions; the hand keeps its place relative to the others."""
         if gone.any():
             self._hand -= int(np.count_nonzero(gone[: self._hand]))
             self._queue = self._queue[~gone]
@@ -194,7 +194,7 @@ class Sieve(FullyAssociative):
 
 
 class PreviousStep:
-    """Keeps what the step before chose, and nothing else. Has no size."""
+    """Keeps only the ids of the previous step. Has no size."""
 
     def __init__(self, slots: int, stream: Stream) -> None:
         del slots
@@ -213,9 +213,9 @@ class PreviousStep:
 class SetFifo:
     """The set-associative FIFO of CANN's shared-indexer offload: 16 ways, a hand per set, nothing protected.
 
-    A step's misses are appended to their sets after it was served from a buffer of its own; so a miss may
-    evict what the step hit, and more misses than ways in a set overwrite each other. New tokens are not taken
-    in: they are misses one step later.
+    A step's misses are appended to their sets after the step has been served from a separate buffer. A miss
+    may therefore evict a hit of the step, and more misses than ways in a set overwrite each other. New tokens
+    are not inserted: they are misses one step later.
     """
 
     WAYS = 16
@@ -235,7 +235,7 @@ class SetFifo:
         missing, homes = missing[order], homes[~hits][order]
         counts = np.bincount(homes, minlength=self._sets)
         rank = np.arange(len(homes)) - (np.cumsum(counts) - counts)[homes]
-        kept = rank >= counts[homes] - self.WAYS  # the others are overwritten in this very step
+        kept = rank >= counts[homes] - self.WAYS  # the others are overwritten within this step
         ways = (self._hands[homes] + rank) % self.WAYS
         self._tags[homes[kept], ways[kept]] = missing[kept]
         self._hands = (self._hands + counts) % self.WAYS

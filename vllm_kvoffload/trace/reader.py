@@ -1,4 +1,4 @@
-"""Reads a trace file step by step. `format` says what stands in it."""
+"""Reads a trace file step by step. See `format` for its contents."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RequestStep:
 
     name: the request's id.
     seq_len: its tokens including this step's query tokens.
-    ids: of each query token the distinct ids it chose, int32, ascending.
+    ids: distinct top-k ids of each query token, int32, ascending.
     """
 
     name: str
@@ -52,16 +52,16 @@ class TraceStep:
 
 
 class TraceReader:
-    """One trace file, of which any number of passes can be made.
+    """One trace file; can be iterated any number of times.
 
     Attributes, the last three of the last complete pass:
-        header: what the trace is of.
+        header: the trace's description.
         file_bytes: its size.
-        dropped: record calls that the recorder lost.
-        closed: False when the trace has no end: its process is still writing, died, or had to stop.
-        damaged_at: None, or the offset of the first byte that is no part of a whole record.
+        dropped: record calls lost by the recorder.
+        closed: False if the trace has no end record: its process is still writing, died, or had to stop.
+        damaged_at: None, or the offset of the first byte that is not part of a complete record.
 
-    Raises TraceError when the file is no trace. Iterating raises it for a record that contradicts itself.
+    Raises TraceError if the file is not a trace. Iterating raises it for an inconsistent record.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Records a trace in a running engine: a copy on the engine's thread, everything else on one of its own."""
+"""Records a trace in a running engine: copies on the engine's thread, encodes and writes on another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 
 QUEUE_BYTES = 64 << 20
 CLOSE_TIMEOUT_S = 60.0
-MAX_SPARES = 16  # copies' memory kept for the next calls: fresh memory costs a page fault every 4 KiB
+MAX_SPARES = 16  # buffers kept for later calls, because new memory costs a page fault every 4 KiB
 
 
 @dataclass
@@ -40,12 +40,12 @@ class _Call:
 
 
 class TraceRecorder:
-    """Writes what an engine's indexers choose into one file, without ever making the engine wait.
+    """Writes an engine's top-k ids to one file without ever making the engine wait.
 
-    At most ``queue_bytes`` of copies wait for the writing thread; a call beyond is dropped, counted in the
-    file and logged. A failed write (a full disk) ends the recording with one log line, never the engine. What
-    was written survives a killed process, as far as the operating system got it; the thread hands it over
-    whenever it has nothing else to write.
+    At most ``queue_bytes`` of copies wait for the writing thread; further calls are dropped, counted in the
+    file and logged. A failed write (such as a full disk) ends the recording with one log line, never the
+    engine. Data flushed to the operating system survives a killed process; the thread flushes whenever its
+    queue is empty.
     """
 
     def __init__(self, writer: TraceWriter, queue_bytes: int = QUEUE_BYTES) -> None:
@@ -65,14 +65,14 @@ class TraceRecorder:
 
     @classmethod
     def open(cls, path: str | Path, header: TraceHeader, *, queue_bytes: int = QUEUE_BYTES) -> TraceRecorder:
-        """A recorder into a new file. Raises TraceError when it exists already or can't be made."""
+        """Makes a recorder with a new file. Raises TraceError if the file exists or can't be created."""
         recorder = cls(TraceWriter(path, header), queue_bytes)
         logger.info("Recording the indexers' choices in %s", path)
         return recorder
 
     @property
     def dropped(self) -> int:
-        """Calls not recorded so far."""
+        """Number of calls dropped so far."""
         return self._dropped
 
     def record(
@@ -83,12 +83,12 @@ class TraceRecorder:
         seq_lens: torch.Tensor,
         request_ids: Sequence[str],
     ) -> None:
-        """One step's choices of one index group; to be called by one thread at a time. Copies its arguments.
+        """Records one step's top-k ids of one index group. Not thread-safe. Copies its arguments.
 
         Args:
             group: index group.
-            topk: int32 [at least T, K] in host memory, ids each query token chose, below 0: padding. Tokens
-                from ``query_start_loc[N]`` on are padding too.
+            topk: int32 [at least T, K] in host memory, top-k ids of each query token, below 0: padding.
+                Tokens from ``query_start_loc[N]`` on are padding too.
             query_start_loc: int32 [N + 1] in host memory, from 0.
             seq_lens: int32 [N] in host memory, tokens including this step's.
             request_ids: [N], unique.
@@ -136,7 +136,7 @@ class TraceRecorder:
         return spare if size <= len(spare) <= 2 * size else np.empty(size, np.int32)
 
     def close(self) -> None:
-        """Writes what is waiting and ends the file. Does nothing the second time; never raises."""
+        """Writes the queued steps and ends the file. Idempotent; never raises."""
         if self._closed:
             return
         self._closed = True

@@ -1,8 +1,8 @@
 """Hit ratios of the real plan and of reference policies on a trace's requests.
 
-Counted are the distinct old ids of each step (see :class:`~vllm_kvoffload.trace.streams.StreamStep`): a miss
-is one row fetched from host memory per layer, a hit is one that needn't be. Every request begins with an
-empty pool, as it does after its prefill elsewhere; its first steps count unless ``warm_up`` leaves them out.
+Counts the distinct old ids of each step (see :class:`~vllm_kvoffload.trace.streams.StreamStep`): a miss is
+one row fetched from host memory per layer, a hit a row already in the pool. Every request starts with an
+empty pool, as after prefill on another engine; its first steps count unless excluded by ``warm_up``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ALL_POLICIES: tuple[PolicyChoice, ...] = (*PLANS, *REFERENCES)
 
 @dataclass(frozen=True)
 class Result:
-    """Of one policy at one pool size on all requests of a trace.
+    """Result of one policy at one pool size on all requests of a trace.
 
     slots: P; 0 for a policy without a size.
     steps: request steps counted.
@@ -68,7 +68,7 @@ class Result:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Result:
-        """The inverse of :meth:`as_json`. Raises KeyError when a field lacks."""
+        """The inverse of :meth:`as_json`. Raises KeyError if a field is missing."""
         return cls(**{name: values[name] for name in cls.__dataclass_fields__})
 
 
@@ -85,7 +85,7 @@ def policy_name(choice: PolicyChoice) -> str:
 
 
 def fits(choice: PolicyChoice, slots: int, streams: Iterable[Stream], topk: int) -> bool:
-    """Whether the pool holds any step whatever (I-4), which the product's own start-up check wants too."""
+    """Whether the pool can hold every step (I-4), as the product's start-up check requires."""
     if choice in UNSIZED:
         return True
     sets = slots // choice.ways if isinstance(choice, PlanPolicy) else slots // 16
@@ -133,7 +133,7 @@ def simulate(
         trace: its name, for the results.
         streams: its requests.
         topk: K of the trace.
-        warm_up: steps of each request that don't count.
+        warm_up: number of initial steps of each request to exclude.
     """
     counted = [stream.steps[warm_up:] for stream in streams]
     steps = sum(map(len, counted))

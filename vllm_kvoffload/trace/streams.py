@@ -1,4 +1,4 @@
-"""What a policy sees of a trace: each request's distinct ids, step by step, in each index group."""
+"""A trace as input of a policy: each request's distinct ids, step by step, in each index group."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from vllm_kvoffload.trace.reader import TraceStep
 class StreamStep:
     """One request's step in one index group.
 
-    stable: tokens that were there before the step (I-2).
+    stable: number of tokens that existed before the step (I-2).
     tokens: of each query token its ids, ascending.
     old: the distinct ids below ``stable`` of all query tokens, by first occurrence: each is a hit or a miss.
-    new: the other distinct ids, up to the last query token's own position. The step makes their rows itself,
-        so they are neither.
+    new: the other distinct ids, up to the last query token's own position. The step computes their rows
+        itself, so they are neither.
     """
 
     stable: int
@@ -57,11 +57,11 @@ class Stream:
 
     @property
     def width(self) -> int:
-        """Ids of a query token at most."""
+        """Maximum number of ids of a query token."""
         return max((len(ids) for step in self.steps for ids in step.tokens), default=0)
 
     def append(self, seq_len: int, tokens: tuple[Ids, ...]) -> None:
-        """The next step. Ignored behind a gap: what a pool held there is not known."""
+        """Appends the next step. Ignored after a gap, because the pool's contents are unknown there."""
         stable = seq_len - len(tokens)
         if self.steps and stable > self.steps[-1].seq_len:
             self.cut = True
@@ -92,7 +92,7 @@ def streams_of_trace(
 
     Args:
         groups: only these; empty: all.
-        max_requests: only so many of each group, the first. 2048 ids of a query token take 8 KiB of memory.
+        max_requests: limit per group; keeps the first ones. 2048 ids of a query token take 8 KiB of memory.
     """
     found: dict[tuple[int, str], Stream] = {}
     counts: Counter[int] = Counter()
@@ -111,7 +111,7 @@ def streams_of_trace(
 
 
 def stream_of(name: str, steps: Iterable[DraftedStep], group: int = 0) -> Stream:
-    """A generated request."""
+    """The stream of a generated request."""
     stream = Stream(group, name)
     for step in steps:
         stream.append(step.seq_len, tuple(np.sort(step.topk, axis=1)))

@@ -1,4 +1,4 @@
-"""The trace suite: the two published models, and others that keep a choice from fitting those two only."""
+"""The trace suite: the two published models, and others that guard against overfitting to those two."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ SUITE: tuple[TraceSpec, ...] = (
     )),
 )  # fmt: skip
 
-# Of one (group, request): its steps.
+# The steps of one (group, request).
 Source: TypeAlias = Mapping[tuple[int, int], Iterable[DraftedStep]]
 
 
 def sources(spec: TraceSpec, seed: int) -> dict[tuple[int, int], Iterator[DraftedStep]]:
-    """Lazily, each group's and request's steps; every one has random numbers of its own."""
+    """Lazy steps of each (group, request), with separate random numbers for each."""
     made = {}
     for group, model in enumerate(spec.groups):
         for request in range(spec.requests):
@@ -78,7 +78,7 @@ def sources(spec: TraceSpec, seed: int) -> dict[tuple[int, int], Iterator[Drafte
 
 
 def write_trace(path: Path, spec: TraceSpec, seed: int = 0) -> None:
-    """Makes a trace file. Raises TraceError when it exists already."""
+    """Makes a trace file. Raises TraceError if it already exists."""
     header = TraceHeader(
         model_name=f"synthetic {spec.name}",
         index_topk=spec.topk,
@@ -103,9 +103,9 @@ def _batch(parts: list[DraftedStep]) -> tuple[Ids, Ids, Ids]:
 
 
 def write_suite(folder: Path, specs: Iterable[TraceSpec] = SUITE, seed: int = 0) -> Iterator[Path]:
-    """Makes the suite's files in a folder, yielding each when it is there.
+    """Makes the suite's files in a folder, yielding each one's path when complete.
 
-    Raises TraceError at one that exists already.
+    Raises TraceError if a file already exists.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for spec in specs:

@@ -1,4 +1,4 @@
-"""Writes a trace file, step by step, on the caller's thread. `format` says what stands in it."""
+"""Writes a trace file, step by step, on the caller's thread. See `format` for its contents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vllm_kvoffload.trace.format import (
     pack_record,
 )
 
-MAX_SLOTS = 256  # requests remembered at least, each with 4 * K bytes per group
+MAX_SLOTS = 256  # minimum number of requests remembered, each with 4 * K bytes per group
 _HINTS = {
     errno.EFBIG: "; RLIMIT_FSIZE limits this process's files: ulimit -f unlimited",
     errno.EROFS: "; name a file elsewhere, or mount it writable",
@@ -75,9 +75,9 @@ class TraceWriter:
 
     Args:
         path: must not exist: a trace is never overwritten.
-        header: what the trace is of.
+        header: the trace's description.
 
-    Raises TraceError when the file can't be made. Use as a context manager, or call :meth:`close`.
+    Raises TraceError if the file can't be created. Use as a context manager, or call :meth:`close`.
     """
 
     def __init__(self, path: str | Path, header: TraceHeader, *, max_slots: int = MAX_SLOTS) -> None:
@@ -92,10 +92,10 @@ class TraceWriter:
         try:
             self._file = self.path.open("xb")
             self._file.write(header.encode())
-            self._file.flush()  # a file system that takes nothing says so now
+            self._file.flush()  # makes a full file system fail now
         except FileExistsError as error:
             raise TraceError(f"{path} exists already: move it, or name another file") from error
-        except (OSError, ValueError) as error:  # ValueError: a path that can't be one
+        except (OSError, ValueError) as error:  # ValueError: an invalid path
             reason = getattr(error, "strerror", None) or error
             raise TraceError(f"can't make {str(path)!r}: {reason}{_HINTS.get(_errno(error), '')}") from error
 
@@ -113,12 +113,12 @@ class TraceWriter:
         Args:
             group: index group.
             step: its number, counted from 0 per group.
-            topk: int32 [at least T, K], ids chosen by each query token, below 0: padding.
+            topk: int32 [at least T, K], top-k ids of each query token, below 0: padding.
             starts: int32 [N + 1], the requests' first query tokens, from 0 to T.
             seq_lens: int32 [N], tokens including this step's.
             request_ids: [N], unique and as stable as the requests.
 
-        Raises ValueError when these don't fit each other; nothing is written then.
+        Raises ValueError if the arguments are inconsistent; nothing is written then.
         """
         self._check(topk, starts, seq_lens, request_ids)
         slots = self._assign_slots(request_ids)
@@ -127,22 +127,22 @@ class TraceWriter:
         self.steps += 1
 
     def write_dropped(self, count: int) -> None:
-        """Notes that ``count`` steps were lost before the next one."""
+        """Records that ``count`` steps were lost before the next one."""
         self.dropped += count
         self._file.write(pack_record(DROPPED, struct.pack("<Q", count)))
 
     def flush(self) -> None:
-        """Hands everything written to the operating system."""
+        """Flushes written data to the operating system."""
         self._file.flush()
 
     def close(self) -> None:
-        """Marks the trace as complete. Does nothing the second time."""
+        """Marks the trace as complete. Idempotent."""
         if not self._file.closed:
             self._file.write(pack_record(END, struct.pack("<QQ", self.steps, self.dropped)))
             self._file.close()
 
     def abandon(self) -> None:
-        """Closes the file without its end, as a killed process would leave it. Never raises."""
+        """Closes the file without an end record, as a killed process would leave it. Never raises."""
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -199,7 +199,7 @@ class TraceWriter:
         return struct.pack("<I", len(numbers)) + numbers + np.packbits(kept).tobytes()
 
     def _before(self, group: int, keys: Numbers, ends: Numbers, starts: Ids, slots: list[int]) -> Numbers:
-        """The sets to compare with, as keys of the tokens compared; remembers each request's last set."""
+        """The previous sets, as keys of the tokens compared with them; remembers each request's last set."""
         ids = (keys & 0xFFFFFFFF).astype(np.int32)
         sets: list[Ids] = []
         for n, slot in enumerate(slots):
