@@ -26,7 +26,7 @@ class PipeState;
 // Thrown to unwind a kernel that can't go on; never leaves the twin.
 struct KernelStop {};
 
-// Where a LocalTensor may reach: a byte range of the unified buffer, and the allocation it belongs to.
+// The bounds of a LocalTensor: a byte range of the unified buffer, and the allocation it belongs to.
 struct UbExtent {
   uint32_t begin = 0;
   uint32_t end = 0;

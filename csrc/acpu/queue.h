@@ -49,7 +49,7 @@ class QueueState {
   size_t next_ = 0;
 };
 
-// What a TPipe owns.
+// The resources of a TPipe.
 class PipeState {
  public:
   PipeState(Core& core, SiteId site);

@@ -1,4 +1,4 @@
-// What the twin says about a run: findings, and the synchronisation sites the run touched.
+// The twin's report on a run: findings, and the synchronisation sites that the run reached.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Who touched which bytes last: the shadow of the unified buffer and of global memory.
+// Last accesses of each byte: the shadow of the unified buffer and of global memory.
 #pragma once
 
 #include <bit>

@@ -5,7 +5,7 @@
 namespace kvoffload {
 namespace {
 
-// Where each position's row is; null: zeros.
+// Address of each position's row; null: zeros.
 using Sources = std::vector<const std::uint8_t*>;
 
 class Collector {

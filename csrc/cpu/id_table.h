@@ -45,7 +45,7 @@ class IdTable {
     std::int32_t value;
   };
 
-  // Where the id is, or where it would go.
+  // Position of the id, or its insertion position.
   std::size_t place(std::int32_t id) const {
     const std::size_t last = entries_.size() - 1;
     std::size_t at = (static_cast<std::uint32_t>(id) * std::uint64_t{2654435769u} >> (32 - bits_)) & last;

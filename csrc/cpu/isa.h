@@ -1,4 +1,4 @@
-// Which instruction set the plan kernels use. Chosen once for the process, changeable for tests.
+// Instruction set of the plan kernels, selected once for the process; tests may change it.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// What the vector primitives of all instruction sets share. Internal linkage, as in plan_kernel.h.
+// Shared code of the vector primitives of all instruction sets. Internal linkage, as in plan_kernel.h.
 #pragma once
 
 #include <cstdint>

@@ -16,7 +16,7 @@ inline std::uint32_t integer(__mmask16 mask) {
   return value;
 }
 
-// What doesn't depend on the number of ways.
+// Code that doesn't depend on the number of ways.
 struct Settling {
   // settle_positions for 16 lanes at once. A found mask has one bit, whose number is 31 minus its leading zeros.
   static std::int32_t* settle_block(std::int32_t first, const std::uint32_t* bases, const std::uint32_t* found,

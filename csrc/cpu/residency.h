@@ -8,7 +8,7 @@
 
 namespace kvoffload {
 
-// Which slots of a row hold which token. Slot number = set * ways + way; an id lives in set `id & (sets - 1)` only.
+// Tokens in the slots of a row. Slot number = set * ways + way; an id lives in set `id & (sets - 1)` only.
 struct ResidencyView {
   std::int32_t* tags;   // [rows, sets, ways], -1: empty
   std::uint8_t* ages;   // [rows, sets, ways], the policy's bits of each slot
@@ -22,7 +22,7 @@ struct ResidencyView {
   std::int64_t slots() const { return sets * ways; }
 };
 
-// What the number beside a position's kind is; the kinds' numbers are part of the interface. See Kind in ops/types.py.
+// Meaning of the number beside a position's kind; the values are part of the interface. See Kind in ops/types.py.
 inline constexpr std::int32_t kInvalid = 0;       // -1
 inline constexpr std::int32_t kPoolHit = 1;       // slot
 inline constexpr std::int32_t kOldMiss = 2;       // id, in the host pool

@@ -1,4 +1,4 @@
-// What the row copies share: where a token's host row is, and copying many rows.
+// Helpers shared by the row copies: the address of a token's host row, and copies of many rows.
 #pragma once
 
 #include <cstring>

@@ -57,7 +57,7 @@ TEST(missing_mte2_v_is_a_race_and_changes_the_result) {
     CHECK((y[0] == 42) == (schedule != acpu::Schedule::kLazy));
     CHECK(result.reports[0].site.api == "Adds" && result.reports[0].other.api == "DataCopy");
     CHECK(result.reports[0].site.line != result.reports[0].other.line);
-    // What comes after the second access in order is not reported against the first.
+    // Accesses ordered after the second one are not reported against the first.
     CHECK(result.reports.size() == 1);
   }
 }

@@ -1,4 +1,4 @@
-// What each instruction computes, under every schedule.
+// Results of each instruction, under every schedule.
 #include <cmath>
 
 #include "harness.h"

@@ -13,7 +13,7 @@ STATUS_UNIT = 16  # int32 of a line
 
 
 class Selections:
-    """What rows keep from step to step. The device's status has a pitch of whole lines."""
+    """State that rows keep between steps. The device's status has a pitch of whole cache lines."""
 
     def __init__(self, layout: Layout, seed: int) -> None:
         self.layout = layout

@@ -198,6 +198,6 @@ class PlanOnTwin:
         return kernels.run("dsa_plan", [*inputs, *state], numbers, cores, schedule, drop, ub_bytes)
 
     def differences(self) -> list[str]:
-        """What the kernel left otherwise than the oracle, state and whole buffers."""
+        """Differences between kernel and oracle, in state and whole buffers."""
         expected = self.snapshot()
         return [name for name, tensor in self.after.items() if not torch.equal(tensor, expected[name])]

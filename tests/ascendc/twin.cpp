@@ -45,7 +45,7 @@ struct Call {
   acpu::Options options;
 };
 
-// What an operator gives: a refusal, or a launch's result.
+// Outcome of an operator: a refusal, or a launch's result.
 struct Outcome {
   std::string refusal;
   acpu::Result result;

@@ -59,7 +59,7 @@ class Outcome:
 
 @dataclass
 class Trace:
-    """What the scheduler did in a workload.
+    """Actions of the scheduler in a workload.
 
     schedule: for each step the tokens that each job computes. preempted: jobs, once per preemption.
     peak_blocks: most KV blocks in use at once. stats: growth of the offload counters, empty without offload.
@@ -101,7 +101,7 @@ class EngineUnderTest:
         self._watch_scheduler()
 
     def on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What a module-level function gives on every rank; its first argument is the worker."""
+        """Results of a module-level function on every rank; its first argument is the worker."""
         executor = self.engine.engine_core.engine_core.model_executor
         results: list[Any] = executor.collective_rpc(function, args=args)
         return results

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 @dataclass
 class IndexerRecord:
-    """What one indexer chose for every position.
+    """Top-k indices of one indexer for every position.
 
     selected: bool [T, T], row t marks the positions that query t attends to (never later than t).
     margin: float32 [T], score of the last chosen minus score of the first unchosen visible position, +inf

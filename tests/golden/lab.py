@@ -20,7 +20,7 @@ OFFLOAD: dict[str, Any] = {"topk_buffer_size": 128}
 
 @dataclass(frozen=True)
 class Result:
-    """What a workload's requests got, and how the scheduler went about it."""
+    """Outputs of a workload's requests, and the scheduler's actions."""
 
     outcomes: list[Outcome]
     trace: Trace

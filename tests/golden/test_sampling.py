@@ -50,7 +50,7 @@ def test_preempted_requests(lab, whole):
 
 
 def test_drafts(lab):
-    """How many random numbers they take depends on how many fit into a step: only like engines are equal."""
+    """The number of random draws depends on the batch size: only engines with equal batches agree."""
     model = f"{TINY}-mtp"
     plain, offloading = (
         lab.run("seeded", model, offload=offload, **MTP, **CHUNKED)

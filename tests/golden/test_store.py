@@ -18,7 +18,7 @@ from vllm_kvoffload.store import StoreError
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-4
-"""Where a schedule differs from that of the reference: sums are made in another order."""
+"""Tolerance if the schedule differs from the reference's: sums are computed in another order."""
 
 PLANS = {
     "1-none": (TINY, 1, [], 1 * 384 + 1 * 256),

@@ -33,7 +33,7 @@ CHILD_S = 400
 
 @pytest.fixture(scope="module")
 def runs(_lab, tmp_path_factory):
-    """What each plan's engine did, all in one process, which prints a plan's results when it has them."""
+    """Results of each plan's engine. One process runs all and prints each plan's results when ready."""
     for model, *_, workloads in PLANS.values():
         for workload in workloads:
             _lab.reference(workload, model)

@@ -122,7 +122,7 @@ def test_a_failed_load_costs_its_request_only():
     assert good.computed == 10
     world.check_store()
     assert not world.wrong
-    # What the lost request computed was not saved: it may be garbage.
+    # The failed request's rows were not saved: they may be garbage.
     row = sum(layer.row_bytes for layer in world.pipeline._memory)
     assert world.pipeline.stats.saved_bytes - before == (4 + 2) * row
     world.close()

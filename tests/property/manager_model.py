@@ -44,7 +44,7 @@ def content(keys: Keys, positions: Keys, layer: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a program runs on. pattern: F or S for each layer."""
+    """Configuration of a program. pattern: F or S for each layer."""
 
     index_topk: int = 16
     ways: int = 16
@@ -391,7 +391,7 @@ class Scheduler:
             self._published.append(request.blocks[i])
 
     def _advance(self, request: Request, count: int) -> None:
-        """What sampling would decide: how many drafts hold, and whether the request is done."""
+        """Simulates sampling: the number of accepted drafts, and whether the request is finished."""
         end = request.computed + count
         if end < len(request.tokens):
             request.computed = end

@@ -36,7 +36,7 @@ def numbered(first: int, count: int) -> torch.Tensor:
 
 
 def numbers(rows: torch.Tensor) -> list[int]:
-    """What :func:`numbered` wrote."""
+    """Reads the numbers written by :func:`numbered`."""
     return rows.contiguous().view(torch.int64).flatten().tolist()
 
 

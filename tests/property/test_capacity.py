@@ -99,7 +99,7 @@ def test_within_budgets_and_tight(case):
 
 @given(cases())
 def test_required_budget_is_exact(case):
-    """What a plan needs, to the byte, gives the same plan; a byte less is a block less, or an error."""
+    """A plan's exact budgets give the same plan; one byte less gives one block less, or an error."""
     plan = plan_or_none(case)
     assume(plan is not None)
     need = required_budget(case, plan.tokens)

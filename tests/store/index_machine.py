@@ -17,7 +17,7 @@ key_lists = st.lists(st.sampled_from(KEYS), min_size=1, max_size=4)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """What a grant covers, in a pool of bytes; each writer leaves a mark of its own.
+    """The bytes that a grant covers in a pool; each writer leaves its own mark.
 
     A writer may copy as long as it holds its grant, also after its lease: it may have been stopped meanwhile.
     """

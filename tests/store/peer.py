@@ -93,7 +93,7 @@ class Peer:
 
 
 class _Commands:
-    """What the process does: one client, and the objects it opened last."""
+    """State of the process: one client, and the objects it opened last."""
 
     def __init__(self, store: Any, nbytes: int) -> None:
         from store_client import Caller

@@ -73,7 +73,7 @@ class Caller:
             assert np.array_equal(self.buffer[slot], content(object_.key, self.nbytes)), object_.key
 
     def get(self, keys: Sequence[str], lease_s: float = 10.0) -> list[bool]:
-        """Which keys were there; their bytes are checked."""
+        """Whether each key was readable; also checks the bytes."""
         opened = self.store.open_read(keys, lease_s)
         objects = [object_ for object_ in opened if object_ is not None]
         try:

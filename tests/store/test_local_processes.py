@@ -122,7 +122,7 @@ def test_a_killed_owner_leaves_nothing_and_a_new_one_is_found(instance: str) -> 
             except StoreUnavailableError:
                 time.sleep(0.05)
         assert rank.get(["a"]) == [True]
-        # What was open then is of the pool that is gone: never mixed up with the new one.
+        # Objects open then belong to the lost pool and are never confused with the new one.
         with pytest.raises(Exception, match="not open or registered"):
             rank.load([held])
     rank.store.close()

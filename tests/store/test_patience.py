@@ -21,7 +21,7 @@ from vllm_kvoffload.store.patience import PatientCalls, ServiceWatch
 DEADLINE_S = 20.0
 CALM_S = 2.0
 PROBE_S = 0.3
-"""How long a probe takes here."""
+"""Duration of a probe in these tests."""
 
 
 class Service:

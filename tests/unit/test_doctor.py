@@ -133,7 +133,7 @@ def test_memfabric_alone_may_be_older(machine: Machine) -> None:
 
 
 def test_kernels_beside_memfabrics_libraries(machine: Machine) -> None:
-    """Where release 1.3 has an empty file until they are built."""
+    """Release 1.3 has an empty file there until they are built."""
     bare = replace(machine, environ={**ENVIRON, "MEMFABRIC_HYBRID_EXTEND_LIB_PATH": ""})
     assert list(wrong(bare)) == ["MemFabric's kernels"]
     (machine.root / "site/memfabric_hybrid/lib/libmf_hybm_accoffload.so").write_text("built")

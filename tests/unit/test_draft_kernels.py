@@ -1,4 +1,4 @@
-"""What the CPU platform changes in vLLM's sampling, where a kernel is enough to see it."""
+"""The CPU platform's changes to vLLM's sampling, as far as single kernels show them."""
 
 from __future__ import annotations
 

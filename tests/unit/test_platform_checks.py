@@ -1,4 +1,4 @@
-"""What the CPU platform refuses when vLLM checks a configuration: one line, before anything is allocated."""
+"""Configurations that the CPU platform rejects: one line, before anything is allocated."""
 
 from __future__ import annotations
 

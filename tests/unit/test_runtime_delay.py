@@ -62,7 +62,7 @@ def test_a_missing_wait_is_found_within_the_seeds(planted: dict[str, bool]) -> N
 
 
 def order_of(seed: int) -> str:
-    """Who ran first, with two tasks far enough apart in time for the machine's own noise not to matter."""
+    """Order of two tasks, far enough apart in time for the machine's own noise not to matter."""
     log: list[str] = []
     with CpuRuntime(DelayPlan(seed, max_ms=300)) as runtime:
         for name in ("left", "right"):

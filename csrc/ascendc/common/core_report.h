@@ -1,4 +1,4 @@
-// What a core tells the host: one line of its own, so that no two cores share one.
+// A core's report to the host: one cache line per core, so that no two cores share one.
 #pragma once
 
 #include "copy.h"

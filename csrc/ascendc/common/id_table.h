@@ -18,7 +18,7 @@ class IdTable {
   // The caller orders it after the look-ups of the last use (S_V) and before those of the next (V_S).
   __aicore__ inline void clear() { AscendC::Duplicate(buffer_.Get<int32_t>(), 0, (2 << bits_) / 4); }
 
-  // Where `id` is, or where it would go: entry() tells which.
+  // Position of `id`, or its insertion position: entry() distinguishes the two.
   template <typename Ids>
   __aicore__ inline uint32_t find(const Ids& ids, int32_t id) const {
     uint32_t at = (static_cast<uint32_t>(id) * 2654435769u) >> (32 - bits_);

@@ -1,4 +1,4 @@
-// Which misses of which requests a core moves.
+// The share of the requests' misses that a core copies.
 #pragma once
 
 #include "staged_ints.h"

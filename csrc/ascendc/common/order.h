@@ -3,8 +3,8 @@
 
 #include "kernel_operator.h"
 
-// What the first pipe was given before happens before what the second is given after. EVENT: e.g. MTE2_S. A macro, so
-// that each use is a call site of its own: the mutation test removes them one by one.
+// Orders earlier work of the first pipe before later work of the second. EVENT: e.g. MTE2_S. A macro, so that each use
+// is a separate call site: the mutation test removes them one by one.
 #define KVOFFLOAD_ORDER(EVENT)                                                                                \
   do {                                                                                                        \
     using namespace AscendC;                                                                                  \

@@ -68,7 +68,7 @@ class RowMover {
     return first + rows_.batch_rows < count ? first + rows_.batch_rows : count;
   }
 
-  // Where the run of neighbours that starts at `entry` ends: same source, and places one after the other in `places`.
+  // End of the run of neighbours starting at `entry`: same source, and consecutive places in `places`.
   __aicore__ inline int32_t run_end(const AscendC::LocalTensor<int32_t>& places, int32_t entry, int32_t end) const {
     const int32_t source = source_.GetValue(entry);
     const int32_t place = places.GetValue(entry);

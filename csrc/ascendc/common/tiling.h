@@ -1,4 +1,4 @@
-// What the tilings share. Pure C++ of the host: no CANN, no torch.
+// Helpers shared by the tilings. Plain host C++: no CANN, no torch.
 #pragma once
 
 #include <cstdint>

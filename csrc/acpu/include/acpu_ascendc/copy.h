@@ -48,7 +48,7 @@ inline Rows block_rows(::acpu::SiteId site, const DataCopyParams& params) {
   return {params.blockCount, bytes, bytes + uint64_t{params.srcStride} * 32, bytes + uint64_t{params.dstStride} * 32};
 }
 
-// What is not a multiple of 32 bytes is rounded down.
+// Sizes that are not a multiple of 32 bytes are rounded down.
 template <typename T>
 Rows count_rows(::acpu::SiteId site, uint64_t count) {
   const uint64_t bytes = count * sizeof(T);
@@ -166,7 +166,7 @@ void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Da
       std::memcpy(block + first, detail::memory_of(from) + row * from_stride, params.blockLen);
     }
   });
-  // What was not asked for holds nothing that a kernel may rely on.
+  // The contents of bytes that were not requested are undefined.
   auto unspecified = to;
   unspecified.address += pad.isPad ? last + right : last;
   unspecified.bytes = row_bytes - (pad.isPad ? last + right : last);

@@ -114,7 +114,7 @@ struct GatherMaskShape {
   uint32_t repeat_stride;
 };
 
-// Where element e of repeat r of the source starts, from the source's start.
+// Offset of element e of repeat r from the source's start.
 template <typename T>
 uint64_t gather_mask_source(const GatherMaskShape& shape, uint64_t r, uint64_t e) {
   constexpr uint32_t kLanes = 32 / sizeof(T);

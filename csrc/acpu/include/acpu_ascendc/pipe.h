@@ -31,7 +31,7 @@ constexpr std::pair<::acpu::Pipe, ::acpu::Pipe> event_pipes(HardEvent event) {
   return {Pipe::kV, Pipe::kV};
 }
 
-// Who fills and who uses the buffers of a queue from `src` to `dst`.
+// Pipes that fill and use the buffers of a queue from `src` to `dst`.
 constexpr ::acpu::QueuePipes queue_pipes(TPosition src, TPosition dst) {
   using ::acpu::Pipe;
   if (src == TPosition::GM) return {Pipe::kMte2, Pipe::kV};

@@ -59,7 +59,7 @@ enum class HardEvent : uint8_t {
   MTE2_V, V_MTE2, MTE3_V, V_MTE3, MTE3_MTE2, MTE2_MTE3, S_V, V_S, S_MTE2, MTE2_S, S_MTE3, MTE3_S, V_V,
 };
 
-// Which cores a kernel runs on. The twin has AI-vector cores only, whatever the kernel asks for.
+// Types of cores that a kernel runs on. The twin has AI-vector cores only, regardless of the requested type.
 enum KernelMetaType { KERNEL_TYPE_AIV_ONLY, KERNEL_TYPE_MIX_AIV_1_0 };
 constexpr bool is_kernel_type(KernelMetaType) { return true; }
 

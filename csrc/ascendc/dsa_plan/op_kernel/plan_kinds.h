@@ -78,7 +78,7 @@ class PlanKinds {
     AscendC::Gather(absent_, planes_, offsets_.ReinterpretCast<uint32_t>(), 0, 2 * kRound);
   }
 
-  // Where the bit of `mask` is not set, the kind becomes `kind`.
+  // Sets the kind to `kind` where the bit of `mask` is not set.
   __aicore__ inline void unless(const AscendC::LocalTensor<uint8_t>& mask, float kind) {
     AscendC::Select(kind_, mask, kind_, kind, AscendC::SELMODE::VSEL_TENSOR_SCALAR_MODE, kRound);
     AscendC::PipeBarrier<PIPE_V>();

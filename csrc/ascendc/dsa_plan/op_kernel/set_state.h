@@ -74,7 +74,7 @@ class SetStates {
   }
 
  private:
-  // What a policy sees of a set, see csrc/policies/policy.h.
+  // A policy's view of a set, see csrc/policies/policy.h.
   class Ages {
    public:
     __aicore__ inline Ages(SetStates& sets, int32_t set) : sets_(sets), set_(set) {}

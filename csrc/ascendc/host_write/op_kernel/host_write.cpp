@@ -47,7 +47,7 @@ class HostWrite {
  private:
   __aicore__ inline bool grouped() const { return tiling_.group > 1; }
 
-  // What this core has to do of tokens first, first + 1, ...
+  // This core's share of tokens first, first + 1, ...
   __aicore__ inline void write(int32_t first, int32_t count) {
     KVOFFLOAD_ORDER(S_MTE2);  // the window's last slots
     slots_.fetch(first, count);
