@@ -29,7 +29,7 @@ struct Options {
   int cores = 1;  // 1..64
   Schedule schedule = Schedule::kEager;
   uint32_t ub_bytes = 192 * 1024;  // Atlas A2/A3
-  uint64_t tiling_key = 0;         // what TILING_KEY_IS compares with
+  uint64_t tiling_key = 0;         // compared by TILING_KEY_IS
   std::set<std::string> drop;      // keys of synchronisation sites whose effect is dropped
   size_t fiber_stack_bytes = 1 << 20;
 };
@@ -42,7 +42,7 @@ class Launch {
   // bytes, or overlaps another region.
   Launch& region(const void* data, size_t bytes, RegionUse use, std::string name);
 
-  // Runs the kernel on every core and says what it found. Throws std::invalid_argument on bad options only.
+  // Runs the kernel on every core and returns the findings. Throws std::invalid_argument on bad options only.
   Result run(const std::function<void()>& kernel);
 
  private:

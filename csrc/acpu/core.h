@@ -120,7 +120,7 @@ class Core {
   // A new generation; the bytes are poisoned once `last_user` is through with them.
   void retire(UbExtent& extent, Pipe last_user);
 
-  // Runs all that is pending, then reports what the kernel left behind.
+  // Runs all pending instructions, then reports leftovers of the kernel.
   void finish();
 
   // Set by the launcher: gives the processor to the next core until all stand at SyncAll.

@@ -130,7 +130,7 @@ bool GlobalMemory::copy_access(const Toucher& by, const Clock& clock, const void
 CachedLine& GlobalMemory::load(const Toucher& by, Region& region, uintptr_t number) {
   auto [found, added] = caches_[by.core].try_emplace(number);
   if (added) {
-    // The host's buffers need not start or end on a line; what lies outside the region is not ours to read.
+    // The host's buffers need not start or end on a line; bytes outside the region must not be read.
     auto* start = reinterpret_cast<uint8_t*>(number * kLineBytes);
     uint8_t* from = std::max(start, region.data);
     uint8_t* to = std::min(start + kLineBytes, region.data + region.bytes);

@@ -43,7 +43,7 @@ struct Site {
   uint32_t column = 0;
   std::string api;
 
-  // "file:line:column", stable over runs of one build; what Options::drop takes.
+  // "file:line:column", stable over runs of one build; accepted by Options::drop.
   std::string key() const;
 };
 

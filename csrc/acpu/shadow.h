@@ -56,7 +56,7 @@ class History {
         conflict(record);
       }
       if (!own && (write || record.write) && (overlap || (write && record.write))) foreign(record, overlap);
-      // An access ordered after this one is ordered after what this one supersedes.
+      // An access ordered after this one is also ordered after the access that this one supersedes.
       if (own && (write || (!record.write && record.pipe == by.pipe))) record.bytes &= ~bytes;
       if (record.bytes) records_[kept++] = record;
     }

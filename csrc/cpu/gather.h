@@ -1,4 +1,4 @@
-// The baseline: a selection per row and query that keeps what the previous step selected. See oracle/gather.py.
+// The baseline: a selection per row and query that keeps the previous step's rows. See oracle/gather.py.
 #pragma once
 
 #include "copies.h"

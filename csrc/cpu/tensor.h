@@ -51,7 +51,7 @@ class Tensor {
     std::int64_t expected = 1;
     bool dense = true;
     for (std::size_t i = ndim(); i-- > 0;) {
-      if (shape(i) == 0) return true;  // whatever the strides say
+      if (shape(i) == 0) return true;  // regardless of the strides
       dense &= shape(i) == 1 || view_.strides == nullptr || view_.strides[i] == expected;
       expected *= shape(i);
     }

@@ -121,5 +121,5 @@ def _key_values(path: Path) -> dict[str, int]:
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
-    except OSError:  # absent, or not ours to read: then it is not what limits us as far as we can tell
+    except OSError:  # absent or unreadable: treated as no limit
         return []

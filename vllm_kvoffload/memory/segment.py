@@ -41,7 +41,7 @@ from vllm_kvoffload.memory.limits import MemoryLimit, memory_limits, ram_limits
 
 logger = get_logger(__name__)
 
-ALIGNMENT = 2 << 20  # huge page; what device drivers pin without splitting
+ALIGNMENT = 2 << 20  # huge page, which device drivers pin without splitting
 RESERVE_STEP_BYTES = 1 << 30
 PROGRESS_BYTES = 64 << 30
 SHM_DIR = Path("/dev/shm")
@@ -199,7 +199,7 @@ def _reserve_file(data_bytes: int, description: str) -> tuple[int, npt.NDArray[n
     header = _header(data_bytes, description)
     fd = os.open(SHM_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        os.fchmod(fd, 0o600)  # whatever the umask
+        os.fchmod(fd, 0o600)  # regardless of the umask
         fcntl.flock(fd, fcntl.LOCK_EX)
         _reserve(fd, total_bytes)
         os.pwrite(fd, header, 0)

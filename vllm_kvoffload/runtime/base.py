@@ -143,7 +143,7 @@ class Runtime(Protocol):
         """Wait for every stream within one deadline; the first failure is raised after all waits (I-7)."""
 
     def shutdown(self, deadline_s: float | None = None) -> None:
-        """Finish queued work, cancel what is left at the deadline, free the streams. Idempotent.
+        """Finish queued work, cancel the rest at the deadline, free the streams. Idempotent.
 
         Raises WaitTimeoutError naming the stuck work, TaskFailedError for a failure not yet reported.
         """

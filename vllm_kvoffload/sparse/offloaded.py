@@ -55,7 +55,7 @@ class OffloadedKV:
             yield AttendPart(tokens, rows, choice, length=span.length)
             # Not in a `finally`: after a failed attention there is nothing to load ahead.
             self._manager.prefill.close()
-        self._new_rows = _NO_ROWS  # 78 layers' rows of a long prefill are as big as what offload saves
+        self._new_rows = _NO_ROWS  # a long prefill's rows of 78 layers would use up offload's savings
         self._manager.finish_layer(self._layer)
 
     def _decode_part(self, topk: torch.Tensor, batch: StepBatch) -> AttendPart:

@@ -1,4 +1,4 @@
-"""Spans of memory to be read: merging neighbours, and checking them against what is registered. Pure."""
+"""Spans of memory to read: merges neighbours and checks spans against registered regions. No I/O."""
 
 from __future__ import annotations
 

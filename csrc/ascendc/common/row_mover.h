@@ -116,7 +116,7 @@ class RowMover {
     staging_.FreeTensor(buffer);
   }
 
-  // As run_end, but whatever the sources: the rows are in the buffer now.
+  // Like run_end, but for any sources: the rows are in the buffer now.
   __aicore__ inline int32_t written_run_end(int32_t entry, int32_t end) const {
     const int32_t place = to_.GetValue(entry);
     int32_t next = entry + 1;

@@ -5,7 +5,7 @@
 
 namespace kvoffload::ascendc {
 
-constexpr int32_t kLineBytes = 64;          // what two cores must not both write
+constexpr int32_t kLineBytes = 64;          // unit that two cores must not both write
 constexpr int32_t kUbBlockBytes = 32;       // alignment of the unified buffer
 constexpr int32_t kComponents = 2;          // a row's parts, e.g. nope and rope
 constexpr int32_t kListEntries = 512;       // rows that a kernel prepares at a time

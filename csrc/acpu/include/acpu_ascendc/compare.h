@@ -88,7 +88,7 @@ void CompareScalar(const LocalTensor<U>& dst, const LocalTensor<T>& src0, const 
       });
 }
 
-// dst[i] = bit i of selMask ? src0[i] : src1[i]. Moves bits, whatever they mean.
+// dst[i] = bit i of selMask ? src0[i] : src1[i]. Copies bits regardless of the type.
 template <detail::Floating T, typename U>
   requires detail::one_of<U, uint8_t, uint16_t, uint32_t, uint64_t>
 void Select(const LocalTensor<T>& dst, const LocalTensor<U>& selMask, const LocalTensor<T>& src0,

@@ -1,7 +1,7 @@
 // One set's ways as bytes, and the choice of a way. Scalar arithmetic on eight ways at a time: a set's bytes are two or
 // four words, so that a choice costs some dozens of instructions and no vector set-up.
 //
-// A way's byte: the policy's age in the lower bits, and what this step knows of it.
+// A way's byte: the policy's age in the lower bits, this step's flags in the upper ones.
 #pragma once
 
 #include "dsa_plan_tiling_data.h"
