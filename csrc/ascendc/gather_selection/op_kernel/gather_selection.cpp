@@ -130,7 +130,7 @@ class Gather {
   }
 
   __aicore__ inline void clear() {
-    KVOFFLOAD_ORDER(MTE3_V);  // the last status is being written, after earlier scalar work
+    KVOFFLOAD_ORDER(MTE3_V);  // after the last status write and earlier scalar work
     AscendC::Duplicate(next_, kEmpty, tiling_.width + 1);
     AscendC::Duplicate(old_place_, kEmpty, tiling_.width + 1);
     table_.clear();
