@@ -16,7 +16,7 @@ STRANGER_S = 10.0
 MAX_STRANGERS = 256
 STRANGER_FRAMES = 64
 STRANGER_BYTES = 8 << 20
-"""Limit on bytes from an unauthenticated peer: libzmq keeps all parts of a message until the last arrives."""
+"""Limits on unauthenticated peers: libzmq keeps all parts of a message until the last has arrived."""
 
 EVENTS_A_ROUND = 2048
 _BYTES_RECEIVED = 128  # offset of tcpi_bytes_received in Linux's struct tcp_info
