@@ -176,7 +176,7 @@ class IOThread(ABC):
     def _metrics(self) -> dict[str, int]:
         """Returns the metrics to publish, by the keys of the channel's field set."""
 
-    def _close(self) -> None:  # most subclasses have nothing else to close
+    def _close(self) -> None:  # noqa: B027  # most subclasses have nothing else to close
         """Releases the subclass's resources after the thread has ended."""
 
 

@@ -118,7 +118,7 @@ class Producer(Generic[Endpoint]):
         self._finished: OrderedDict[int, None] = OrderedDict()
         self._links: dict[Endpoint, Link] = {}
         self._next = 1
-        self._owed: set[str] = set()  # finished requests whose blocks the engine keeps until they are reported
+        self._owed: set[str] = set()  # finished requests whose blocks are kept until reported
         self._free: set[str] = set()  # the subset that may be freed
 
     @property
@@ -300,7 +300,7 @@ class Producer(Generic[Endpoint]):
     def _beat(self, now: float, endpoint: Endpoint, message: Beat) -> None:
         alive = []
         entries = {number: (chunks, layers) for number, chunks, layers in message.entries}
-        for number, (chunks, layers) in entries.items():  # answer once per transfer, however often it is listed
+        for number, (chunks, layers) in entries.items():  # one answer per transfer
             transfer = self._at(endpoint, number)
             if transfer is None:
                 if number not in self._finished:

@@ -254,7 +254,7 @@ class PrefillScheduler:
         self._held: list[str] = []
         self._kept: set[str] = set()
         self._declined: list[Decline] = []
-        self._refused: set[str] = set()  # refused requests still alive, so that a preemption does not log the refusal again
+        self._refused: set[str] = set()  # while alive, so that a preemption does not log it again
 
     def allocated(self, request: Request) -> None:
         """A request starts, new or after a preemption."""

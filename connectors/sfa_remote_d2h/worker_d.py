@@ -276,7 +276,7 @@ class DecodeWorker(IOThread):
         self._gate.watch(now)
         try:
             descriptor = int(frames[-1].get(zmq.SRCFD))
-        except zmq.ZMQError:  # libzmq treats anything that is not ZMTP 3 as an old version, and reports no connection
+        except zmq.ZMQError:  # not ZMTP 3: libzmq reports no connection
             self._refuse(frames[0].bytes, -1, "protocol", "its connection speaks no ZMTP 3")
             return
         if len(frames) != 2:

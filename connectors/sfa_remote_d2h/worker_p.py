@@ -191,7 +191,7 @@ class PrefillWorker(IOThread):
             return []
         with self.lock:
             written = {name for _, step, layers in self._unwritten if layers > position for name in step}
-            waiting = [name for name in requests if name in written]  # published once the device has written them
+            waiting = [name for name in requests if name in written]  # not on the device yet
             return [*waiting, *(n for n in self.producer.unread(position, requests) if n not in written)]
 
     def give_up(self, requests: Collection[str], reason: str, retry: bool) -> None:
