@@ -47,7 +47,7 @@ class Layout:
         """
         main: dict[int, list[tuple[int, int, int]]] = {}
         indexer: dict[int, list[tuple[int, int, int]]] = {}
-        # Storages may share an address but differ in length: keep the longer one.
+        # Storages may share an address but differ in length: keep all of them.
         regions: dict[tuple[int, int], Region] = {}
         for name, cache in caches.items():
             kind = indexer if "indexer" in name.lower() else main
