@@ -40,7 +40,7 @@ IGNORED = b"ignored"  # as long as "upgrade"
 
 
 class Phase(Enum):
-    """What the next byte belongs to: a head, a body, or nothing."""
+    """State of a connection's input: the kind of data that the next byte belongs to."""
 
     HEAD = 0
     LENGTH = 1  # a body with content-length

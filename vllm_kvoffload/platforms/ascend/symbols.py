@@ -18,7 +18,7 @@ from vllm_kvoffload.settings.errors import ConfigError
 DISTRIBUTION = "vllm-ascend"
 OLDEST, TOO_NEW = (0, 23, 0), (0, 24)
 RELEASE = "0.23.0.post1"
-"""What the package was written against and is tested with."""
+"""The release that the package was written against and is tested with."""
 
 Where = Literal["platform", "worker"]
 
