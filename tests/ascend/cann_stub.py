@@ -3,7 +3,8 @@
     python cann_stub.py TORCH_LIB_FOLDER TORCH_NPU_FOLDER TARGET_FOLDER
 
 They define every otherwise missing symbol that torch_npu requires: functions that return 0, and data of
-zeros. There are no devices: `torch.npu.is_available()` is False. Needs nm and readelf (binutils) and a C compiler.
+zeros. There are no devices: `torch.npu.is_available()` is False. Needs nm and readelf (binutils) and a C
+compiler.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def simulate(
     ] = None,
     group: Annotated[list[int] | None, typer.Option(help="Only this index group. Repeatable.")] = None,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="Only so many requests of each group, the first.")
+        int | None, typer.Option(min=1, help="Only the first N requests of each group.")
     ] = None,
     warm_up: Annotated[int, typer.Option(min=0, help="First steps of each request that don't count.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the results, for `kvoffload trace plot`.")] = None,
