@@ -1,4 +1,4 @@
-"""``low_load``: few requests whose whole context fits into the hot pool, where offload can win nothing.
+"""``low_load``: few requests whose whole context fits into the hot pool, so that offload has no benefit.
 
 A decode step of the KV part of two index groups of four layers: new rows are stored, rows chosen, and
 attended to by the reference kernel. Baseline: the same from a paged device cache, without offload.
@@ -47,7 +47,7 @@ class Batches:
         total = WARM_UP + STEPS
         streams = [scored_stream(np.random.default_rng(n), total, CONTEXT, TOPK) for n in range(requests)]
         self.chosen = [torch.from_numpy(np.stack([s[step] for s in streams])) for step in range(total)]
-        # Between them, the first steps choose every token, so that nothing is fetched later.
+        # Together, the first steps select every token, so that nothing is fetched later.
         self.chosen[0][:] = torch.arange(TOPK)
         self.chosen[1][:] = torch.arange(CONTEXT + 2 - TOPK, CONTEXT + 2)
         self.rows = torch.randn(requests, WIDTH).to(torch.bfloat16)
@@ -73,7 +73,7 @@ def run_layers(layers: list[LayerKV], batches: Batches, number: int, batch: Step
 
 
 class Offloaded:
-    """The product's manager over a host pool with every row there."""
+    """The product's manager over a fully written host pool."""
 
     def __init__(self, batches: Batches) -> None:
         kinds = tuple("full" if kind == "F" else "shared" for kind in PATTERN)

@@ -1,4 +1,4 @@
-"""Timing of contenders turn and turn about."""
+"""Times contenders alternately."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def interleave(
 ) -> dict[str, float]:
     """Median CPU seconds of one call of each contender, which must run on the calling thread alone.
 
-    CPU time, because a neighbour that takes the core for a while must not count.
+    CPU time, because other load on the core must not count.
 
     Every round calls each contender once with the round's number, in an order that rotates. The first
     ``warm_up`` rounds are not counted.

@@ -51,7 +51,7 @@ def spread(streams: list[Ids], num_rows: int = ROWS) -> Ids:
 
 
 class PlanContender:
-    """dsa_plan on a residency of its own."""
+    """dsa_plan on its own residency."""
 
     def __init__(self, policy: str, slots: int, steps: Ids, *, compact: bool = False) -> None:
         num_rows = steps.shape[1]
@@ -77,7 +77,7 @@ class PlanContender:
         )
 
     def hit_percent(self) -> float:
-        """Of the last step."""
+        """Hit percentage of the last step."""
         hits, misses = self.out.stats[:2].tolist()
         return float(100 * hits / (hits + misses))
 
@@ -94,7 +94,7 @@ class LruContender:
         self.lru.plan(self.steps[index], self.stable[index])
 
     def hit_percent(self) -> float:
-        """Of the last step."""
+        """Hit percentage of the last step."""
         return 100 - 100 * float(self.lru.miss_counts.sum()) / (ROWS * TOPK)
 
 

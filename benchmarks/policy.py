@@ -1,4 +1,4 @@
-"""``policy``: what policies fetch, on synthetic choices that fit published hit rates.
+"""``policy``: misses of the policies on synthetic top-k streams that fit published hit rates.
 
 Misses in per cent of the distinct old ids that a step asks for, of requests of 256 steps that begin with an
 empty pool (``docs/policies.md`` has more). A ratio above 1 means fewer misses than the baseline's.

@@ -35,7 +35,7 @@ WARM = 3
 
 
 def prompts(round_number: int) -> list[list[int]]:
-    """Other tokens in each round, so that nothing is cached."""
+    """Returns different tokens in each round, so that nothing is cached."""
     generator = random.Random(f"round {round_number}")
     return [[generator.randrange(32, 2000) for _ in range(length)] for length in LENGTHS]
 
@@ -49,7 +49,7 @@ class Speed:
 
     @staticmethod
     def best(speeds: list[Speed]) -> Speed:
-        """The best of each: other work on the machine only ever makes one worse."""
+        """The best of each: other load on the machine only ever lowers a value."""
         return Speed(max(speed.cpu for speed in speeds), max(speed.clock for speed in speeds))
 
 
@@ -105,7 +105,7 @@ class Engine:
         return Speed(sum(LENGTHS) / cpu, sum(LENGTHS) / clock)
 
     def device_bytes(self) -> float:
-        """Bytes of KV memory for each token that fits, as the caches were really made."""
+        """Bytes of KV memory per token that fits, from the caches as allocated."""
         core: Any = self._llm.llm_engine.engine_core
         caches = core.engine_core.model_executor.driver_worker.worker.model_runner.kv_caches
         storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in caches}
@@ -113,7 +113,7 @@ class Engine:
         return sum(storages.values()) / (config.num_gpu_blocks * config.block_size)
 
     def planned_bytes(self) -> float:
-        """The same by the plan."""
+        """The same according to the plan."""
         from vllm_kvoffload.engine import EngineSettings
 
         plan = EngineSettings.of(self._llm.llm_engine.vllm_config).buffers
@@ -121,7 +121,7 @@ class Engine:
         return plan.physical_bytes
 
     def totals(self) -> tuple[int, int]:
-        """Bytes moved so far, and the least possible."""
+        """Returns the bytes moved so far, and the minimum."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         moved = get_kv_transfer_group().worker.pipeline.stats
@@ -131,7 +131,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Frees what it holds."""
+        """Shuts the engine down."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self._llm.llm_engine.engine_core.shutdown()
@@ -139,7 +139,7 @@ class Engine:
 
 
 def measure(checkpoint: Path, shared: int | str | None, rounds: int = ROUNDS) -> Measured:
-    """An engine's life: a round to get warm, cold rounds, and with a store the first ones again."""
+    """Runs an engine: a warm-up round, cold rounds and, with a store, the first prompts again."""
     engine = Engine(checkpoint, shared)
     try:
         engine.round(-1)

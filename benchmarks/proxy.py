@@ -1,4 +1,4 @@
-"""``proxy``: what the proxy costs per request and token, beside other relays of the same trivial SSE engine.
+"""``proxy``: the proxy's cost per request and token, beside other relays of the same trivial SSE engine.
 
 - ``proxy/tokens_per_s``: streamed tokens per second of the relay's CPU time, that is per core; 64 streams, a
   token each every 10 ms; baseline: vllm-router.
@@ -54,7 +54,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def percentiles(seconds: list[float]) -> dict[str, float]:
-    """In milliseconds."""
+    """Percentiles in milliseconds."""
     cuts = quantiles(seconds, n=100)
     return {"p50": 1e3 * cuts[49], "p99": 1e3 * cuts[98]}
 
@@ -90,14 +90,14 @@ class Relay:
         self.requests_rate.append(result.requests / used)
 
     def one_by_one(self, each: int = 300) -> None:
-        """Latency of a request when nothing else is under way."""
+        """Measures a request's latency without other load."""
         result, _ = self._run(connections=1, each=each, tokens=4, stream=False)
         self.request_ms.append(percentiles(result.wholes))
 
 
 @contextlib.contextmanager
 def started(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A server that answers GET /health on ``port``; what it wrote is shown when it doesn't."""
+    """Starts a server that answers GET /health on ``port``; shows its output if it does not."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -129,7 +129,7 @@ def proxy_command(port: int, decode: int, prefill: int) -> list[str]:
 
 
 def router_command(port: int, decode: int) -> list[str] | None:
-    """None where vllm-router isn't there."""
+    """Returns None if vllm-router is not installed."""
     binary = os.environ.get(ROUTER_VARIABLE) or shutil.which("vllm-router")
     if binary is None:
         return None
@@ -139,9 +139,10 @@ def router_command(port: int, decode: int) -> list[str] | None:
 
 
 def added(relay: Relay, direct: Relay, what: str) -> dict[str, float]:
-    """Percentiles above the direct way's median; no less than a microsecond, so that ratios stay finite.
+    """Returns percentiles above the direct path's median, at least a microsecond so that ratios stay
+    finite.
 
-    Each is the median over the rounds: a neighbour that takes the core for a while must not count.
+    Each is the median over the rounds, because other load on the core must not count.
     """
     base = median(one["p50"] for one in getattr(direct, what))
     own = {name: median(one[name] for one in getattr(relay, what)) for name in ("p50", "p99")}
@@ -161,7 +162,7 @@ def compare(proxy: Relay, direct: Relay, other: Relay, suffix: str) -> Iterator[
 
 
 def rendezvous(prefill: int, without: float) -> Iterator[Row]:
-    """Whole answers with everything that P/D needs."""
+    """Measures whole answers including the rendezvous and prefill."""
     decode, port = free_port(), free_port()
     with (
         started(engine_command(decode, STEP_MS, "--rendezvous"), decode),

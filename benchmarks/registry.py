@@ -1,4 +1,4 @@
-"""What a benchmark is, and which there are."""
+"""The interface and the list of benchmarks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Protocol, cast
 
-# Name -> module; imported only when asked for, so that one benchmark's needs aren't another's.
+# Name -> module, imported on demand, so that one benchmark does not need another's dependencies.
 BENCHMARKS = {
     "low_load": "benchmarks.low_load",
     "plan": "benchmarks.plan",

@@ -32,7 +32,7 @@ Addresses = npt.NDArray[np.uint64]
 
 
 class Pools:
-    """Pools well beyond the caches, and a few steps' worth of misses on random tokens and slots."""
+    """Pools much larger than the caches, and a few steps' misses on random tokens and slots."""
 
     def __init__(self, row_bytes: int) -> None:
         self.rng = np.random.default_rng(5)
@@ -40,7 +40,7 @@ class Pools:
         blocks = REQUESTS * BLOCKS_PER_REQUEST
         self.host = torch.zeros((blocks, BLOCK_SIZE, row_bytes), dtype=torch.uint8)
         self.hot = torch.zeros((REQUESTS, SLOTS, row_bytes), dtype=torch.uint8)
-        self.host.fill_(1)  # really allocated, or every read would hit the one zero page
+        self.host.fill_(1)  # allocates it, or every read would hit the one zero page
         self.hot.fill_(2)
         self.table = torch.from_numpy(self.rng.permutation(blocks).astype(np.int32).reshape(REQUESTS, -1))
         self.rows = torch.arange(REQUESTS, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Synthetic top-k streams: what an indexer chooses, step after step."""
+"""Synthetic top-k streams: an indexer's top-k indices, step after step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Ids = npt.NDArray[np.int32]
 def turnover_stream(
     rng: np.random.Generator, steps: int, context: int, topk: int, replaced: float = 0.15
 ) -> Ids:
-    """int32 [steps, topk]: the previous step's choice with a fraction replaced by ids never chosen before.
+    """int32 [steps, topk]: the previous step's top-k with a fraction replaced by ids never selected
+    before.
 
-    Misses then don't depend on the pool's size: what differs between sizes is the plan's cost alone.
+    Misses then do not depend on the pool's size: sizes differ only in the plan's cost.
     """
     fresh = rng.permutation(context).astype(np.int32)
     count = int(topk * replaced)

@@ -1,4 +1,4 @@
-"""The device that an engine's process computes on, as far as connectors care."""
+"""The accelerator of this engine process, as the connectors use it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from vllm_kvoffload.runtime.npu import NpuRuntime
 
 
 def current_npu() -> Any:
-    """torch.npu in an engine on Ascend, None in one on CPU."""
+    """Returns torch.npu on Ascend, None on CPU."""
     if current_platform.is_cpu():
         return None
     return torch.npu  # type: ignore[attr-defined]  # torch_npu adds it
 
 
 def make_runtime() -> Runtime:
-    """Side streams for this process's device, of the connector's own."""
+    """Creates side streams on this process's device, owned by the connector."""
     npu = current_npu()
     return CpuRuntime() if npu is None else NpuRuntime(npu, npu.current_device())

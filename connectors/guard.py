@@ -1,4 +1,4 @@
-"""Confines an error in one of vLLM's hooks to the request that caused it."""
+"""Confines an exception in one of vLLM's hooks to the request that caused it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Result = TypeVar("_Result")
 
 
 class RequestGuard:
-    """Runs a hook's work for one request. Logs exceptions with their traceback, rate-limited by kind."""
+    """Runs a hook's work for one request. Logs exceptions with traceback, rate-limited by kind."""
 
     def __init__(self) -> None:
         self._log = QuietLog(__name__)
@@ -24,9 +24,10 @@ class RequestGuard:
         work: Callable[[], _Result],
         failed: Callable[[str], _Result],
     ) -> _Result:
-        """What `work` returns, or, when it raises, what `failed` returns for a one-line reason.
+        """Returns the result of `work` or, if it raises, the result of `failed` called with a one-line
+        reason.
 
-        failed: gives the result that ends the request; it must not read the request's data.
+        failed: returns the result that ends the request; must not read the request's data.
         """
         try:
             return work()

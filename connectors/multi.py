@@ -1,8 +1,8 @@
-"""``MultiConnector`` for prefill engines with a store and remote decode, which must agree.
+"""``MultiConnector`` for prefill engines that combine a store with remote decode.
 
-vLLM's own calls its parts one after the other and leaves it at that. But what the store loses must not be
-handed to decode; and a buffer that layers share may be used again when the store has saved it *and* every
-decode rank has read it. Any other combination works as vLLM's does.
+vLLM's class calls its parts in order but does not coordinate them. Here, KV that the store has lost must
+not be handed to decode, and a shared layer buffer may be reused only after the store has saved it *and*
+every decode rank has read it. Any other combination behaves as in vLLM.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ logger = get_logger(__name__)
 
 
 class KVOffloadMultiConnector(multi_connector.MultiConnector):
-    """Parts that know when buffers have been read come first, whatever the order in the configuration.
+    """Places parts that track remote reads first, whatever the order in the configuration.
 
-    So a layer is published before the store can begin to load another one into its memory, and a transfer is
-    open before the store can find that its request is lost.
+    So a layer is published before the store can load another layer into its memory, and a transfer is open
+    before the store can report its request as lost.
     """
 
     joins_store_and_decode = True
@@ -50,7 +50,7 @@ class KVOffloadMultiConnector(multi_connector.MultiConnector):
         return bool(self._stores)
 
     def part(self, kind: type[KVConnectorBase_V1]) -> KVConnectorBase_V1:
-        """The part of a class. Raises StopIteration."""
+        """Returns the part of a class. Raises StopIteration if there is none."""
         return next(part for part in self._connectors if isinstance(part, kind))
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -76,7 +76,7 @@ class KVOffloadMultiConnector(multi_connector.MultiConnector):
             remote.on_kv_cache_written(layer_name)
 
     def wait_for_save(self) -> None:
-        # The store first: it moves layers that did not run, which are published after that.
+        # The store first: it moves layers that did not run, and they are published afterwards.
         for part in reversed(self._connectors):
             part.wait_for_save()  # type: ignore[no-untyped-call]
 
@@ -98,4 +98,4 @@ def _reset(part: KVConnectorBase_V1) -> bool:
 
 
 MultiConnector = KVOffloadMultiConnector
-"""The name by which vLLM finds it in this module, where a configuration gives `kv_connector_module_path`."""
+"""The name that vLLM looks up in this module when a configuration gives `kv_connector_module_path`."""

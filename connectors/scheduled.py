@@ -1,4 +1,4 @@
-"""What a step of vLLM's scheduler runs, as connectors need it."""
+"""Reads vLLM's scheduler output for connectors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 def scheduled_requests(output: SchedulerOutput) -> Iterable[tuple[str, list[int], int]]:
-    """(request, its new blocks, tokens computed before the step); all blocks for one that resumes."""
+    """Yields (request, new blocks, tokens computed before the step); a resumed request yields all its
+    blocks."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, list(new.block_ids[0]), new.num_computed_tokens
     cached = output.scheduled_cached_reqs

@@ -1,4 +1,4 @@
-"""Adding, draining and removing engines while the proxy runs. Needs the token."""
+"""Admin endpoints: add, drain and remove engines while the proxy runs. Requires the admin token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Admin:
         self._core = core
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ``HttpFailure``: 404 without a token, 401 with another one."""
+        """Raises ``HttpFailure``: 404 if no token is configured, 401 for a wrong one."""
         self._check_token(scope)
         route = (scope["method"], scope["path"])
         if route == ("GET", "/admin/instances"):
@@ -91,7 +91,7 @@ class Admin:
         return instance
 
     def state(self) -> dict[str, list[dict[str, Any]]]:
-        """All engines: load, requests, health."""
+        """Returns load, request counts and health of all engines."""
         now = time.monotonic()
         return {
             pool.role: [

@@ -56,7 +56,7 @@ Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class ProxyApp:
-    """One proxy. Answers ASGI's lifespan and http scopes."""
+    """One proxy. Handles ASGI's lifespan and http scopes."""
 
     def __init__(self, settings: ProxySettings) -> None:
         self.settings = settings
@@ -67,7 +67,7 @@ class ProxyApp:
         self._prober = Prober(self.core)
         self._routes: dict[tuple[str, str], Handler] = {
             ("GET", "/health"): self._health,
-            ("GET", "/healthcheck"): self._health,  # the name it has in vLLM-Ascend's example
+            ("GET", "/healthcheck"): self._health,  # as in vLLM-Ascend's example
             ("GET", "/metrics"): self._metrics,
             ("GET", "/v1/models"): self._models,
             **{("POST", path): self._generate for path in KINDS},
@@ -83,7 +83,7 @@ class ProxyApp:
         await self.guarded(self._request, scope, receive, send)
 
     async def guarded(self, endpoint: Handler, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs ``endpoint``; its exceptions become an answer, or end the connection."""
+        """Runs ``endpoint``; turns its exceptions into an answer, or ends the connection."""
         try:
             await endpoint(scope, receive, send)
         except HttpFailure as failure:
@@ -94,8 +94,9 @@ class ProxyApp:
             if not is_gone(send):
                 raise
         except asyncio.CancelledError:
-            # The server gives up what the drain left; uvicorn would print it as the application's crash.
-            with contextlib.suppress(RuntimeError, OSError):  # where the answer has begun, it is cut
+            # The server cancels requests left after the drain; uvicorn would log that as an application
+            # crash.
+            with contextlib.suppress(RuntimeError, OSError):  # an answer that has begun is cut off
                 await respond_failure(send, HttpFailure.of(503, "the proxy is shutting down"))
 
     async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,22 +123,22 @@ class ProxyApp:
         await send({"type": "lifespan.shutdown.complete"})
 
     def start(self) -> None:
-        """Opens connections' clock and starts the probes. On the running event loop."""
+        """Starts the connections' clock and the probes. Call it on the running event loop."""
         self.core.client.open()
         self.core.client.on_tick(self._tick)
         self._prober.start()
 
     async def stop(self) -> None:
-        """Ends everything."""
+        """Stops the probes, background tasks and connections."""
         await self.core.close()
 
     def drain(self) -> None:
-        """Refuses new requests from now on; those under way go on, and their rendezvous too."""
+        """Refuses new requests; running ones continue, including their rendezvous."""
         self.core.draining = True
 
     @property
     def idle(self) -> bool:
-        """Whether no client request is under way."""
+        """Whether no client request is running."""
         return not self.running
 
     def _tick(self, now: float) -> None:
@@ -202,7 +203,7 @@ class ProxyApp:
         raise failure
 
     async def metaserver(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Decode's posts, at a path that only decode engines are told. Raises ``HttpFailure``."""
+        """Handles decode's posts, on a path known only to decode engines. Raises ``HttpFailure``."""
         given = scope["path"].removeprefix(f"{METASERVER}/")
         token, _, rest = given.partition("/")
         known = hmac.compare_digest(token.encode(errors="replace"), self.settings.metaserver_token.encode())
@@ -217,7 +218,7 @@ class ProxyApp:
         await (self._failed if rest else self._rendezvous)(message, send)
 
     async def _rendezvous(self, message: object, send: Send) -> None:
-        """Answers when the prefill ended: 200, or 502 where it failed or was given up."""
+        """Answers when the prefill has ended: 200 on success, 502 if it failed or was cancelled."""
         try:
             result, outcome = self.core.meetings.post(message)
         except HttpFailure:
@@ -231,7 +232,7 @@ class ProxyApp:
         await respond_json(send, 200, {"status": "ok"})
 
     async def _failed(self, message: object, send: Send) -> None:
-        """Takes decode's notice of a request whose KV it didn't get."""
+        """Handles decode's notice of a request whose KV it did not receive."""
         if self.core.meetings.failed(message) is None:
             raise HttpFailure.of(404, "no request of that id is under way", kind="NotFoundError")
         await respond_json(send, 200, {"status": "ok"})
@@ -296,7 +297,7 @@ class ProxyApp:
             hold.need(call.held)
             await self._answered(call, route, answer)
         except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            # An engine's answer of a shape that was never seen: the request's failure, not the connection's.
+            # An engine's answer of unexpected shape fails the request, not the connection.
             logger.exception("proxy: %s", route.trace.request_id)
             failure = f"the engine's answer could not be understood: {error!r}"
             raise HttpFailure.of(502, failure, kind="UpstreamError") from error
@@ -340,7 +341,7 @@ class ProxyApp:
 
 
 class Answer:
-    """The client's answer: its head goes out with the first output; what fails before has a status."""
+    """The client's answer. Its head is sent with the first output, so that earlier failures get a status."""
 
     def __init__(self, send: Send, trace: Trace, guard: Guard) -> None:
         self.guard = guard
@@ -359,7 +360,7 @@ class Answer:
         await self._send({"type": "http.response.start", "status": 200, "headers": fields})
 
     async def write(self, data: bytes) -> None:
-        """One piece of a stream."""
+        """Writes one piece of a stream."""
         if not self._started:
             await self._start(SSE)
         guard = self.guard
@@ -369,23 +370,23 @@ class Answer:
         guard.sent_bytes += len(data)
 
     def push(self, data: bytes) -> bool:
-        """A later piece of a stream, written without waiting; False where something still waits before it."""
+        """Writes a later piece without waiting; returns False if an earlier one is still waiting."""
         transport = self._transport
         if transport is None or transport.is_closing() or transport.get_write_buffer_size():
             return False
         sending = self._send({"type": "http.response.body", "body": data, "more_body": True})
-        try:  # a coroutine that has nothing to wait for ends at its first step
+        try:  # a coroutine that need not wait ends at its first step
             sending.send(None)
         except StopIteration:
             self.guard.sent_bytes += len(data)
             return True
         except (RuntimeError, OSError):
-            return False  # the connection is closed: whoever reads next finds that out
-        sending.close()  # it waits, with nothing written
+            return False  # the connection is closed: the next reader notices
+        sending.close()  # it would have to wait, and has written nothing
         return False
 
     async def finish(self) -> None:
-        """The stream's end."""
+        """Ends the stream."""
         if not self._started:
             await self._start(SSE)
         await self._end(b"")
@@ -395,13 +396,14 @@ class Answer:
         await self._send({"type": "http.response.body", "body": body})
 
     async def whole(self, body: bytes) -> None:
-        """An answer that isn't streamed."""
+        """Sends a complete, unstreamed answer."""
         await self._start(b"application/json", len(body))
         self.guard.sent_bytes += len(body)
         await self._end(body)
 
     async def fail(self, failure: HttpFailure) -> None:
-        """Ends the answer: with a status, or in a stream that has begun with an event and no [DONE]."""
+        """Ends the answer: with a status or, in a stream that has begun, with an error event and no
+        [DONE]."""
         if not self._started:
             raise failure
         self._trace.end = "error"
@@ -411,5 +413,5 @@ class Answer:
 
 
 def _passed_on(scope: Scope) -> list[tuple[str, str]]:
-    """The client's headers that engines need."""
+    """Returns the client's headers that engines need."""
     return [(name.decode(), value.decode("latin-1")) for name, value in scope["headers"] if name in PASSED_ON]

@@ -1,4 +1,4 @@
-"""The thin part between ASGI and the proxy: bodies in, answers out, clients that go away."""
+"""A thin layer between ASGI and the proxy: reads bodies, writes answers, notices clients that disconnect."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Coroutine[Any, Any, None]]
-FREE_BYTES = 64 << 10  # of each body, which don't count while it is read
-SLOWEST = 128 << 10  # bytes a second that a long upload must reach
+FREE_BYTES = 64 << 10  # of each body, which are not counted while it is read
+SLOWEST = 128 << 10  # minimum bytes a second of a long upload
 SSE = b"text/event-stream; charset=utf-8"
 
 
@@ -36,9 +36,9 @@ def transport_of(send: Send) -> asyncio.WriteTransport | None:
 
 
 class Hold:
-    """What one request holds of a budget. Give it back with :meth:`release`.
+    """A request's share of a byte budget. Return it with :meth:`release`.
 
-    ``free``: bytes that don't count, so that short posts get through when large ones fill the budget.
+    ``free``: uncounted bytes, so that short posts pass while large ones fill the budget.
     """
 
     def __init__(self, budget: ByteBudget, free: int = 0) -> None:
@@ -47,7 +47,8 @@ class Hold:
         self._held = 0
 
     def need(self, size: int) -> None:
-        """Holds what ``size`` bytes need. Raises ``HttpFailure``: 413 for what never fits, 503 for now."""
+        """Reserves ``size`` bytes in all. Raises ``HttpFailure``: 413 if they can never fit, 503 if not
+        now."""
         more = size - self._free - self._held
         if more <= 0:
             return
@@ -62,21 +63,21 @@ class Hold:
         self._held += more
 
     def release(self) -> None:
-        """The request is over."""
+        """Returns the share to the budget."""
         self._budget.give(self._held)
         self._held = 0
 
 
 def _has_come(receive: Receive) -> bool:
-    """Whether uvicorn has the next message already: then there is no wait, and no task for its deadline."""
+    """Whether uvicorn already holds the next message, so that no wait (and no deadline task) is needed."""
     event = getattr(getattr(receive, "__self__", None), "message_event", None)
     return event is not None and event.is_set()
 
 
 async def read_body(receive: Receive, limit: int, deadline: float, hold: Hold | None = None) -> bytes:
-    """The whole body of at most ``limit`` bytes. Raises ``HttpFailure`` and ``ClientGone``.
+    """Reads the whole body of at most ``limit`` bytes. Raises ``HttpFailure`` and ``ClientGone``.
 
-    ``deadline``: seconds for each part, and for the whole beyond what it takes at ``SLOWEST`` bytes a second.
+    ``deadline``: seconds per part, and for the whole body beyond its time at ``SLOWEST`` bytes a second.
     """
     parts, size = [], 0
     began = time.monotonic()
@@ -103,31 +104,31 @@ async def read_body(receive: Receive, limit: int, deadline: float, hold: Hold | 
 
 
 def check_length(scope: Scope, limit: int) -> None:
-    """Raises ``HttpFailure`` for a body that is announced as too large, before any of it is read."""
+    """Raises ``HttpFailure`` for a body whose declared length is too large, before reading it."""
     length = header(scope, b"content-length")
     if length is not None and length.isdecimal() and (len(length) > 18 or int(length) > limit):
         raise HttpFailure.of(413, f"the body is larger than {limit} bytes")
 
 
 def is_gone(send: Send) -> bool:
-    """Whether the client's connection is closed, so that a failed write is nothing but that."""
+    """Whether the client has disconnected, which explains a failed write."""
     transport = transport_of(send)
     return transport is None or transport.is_closing()
 
 
 class Keys:
-    """The accepted API keys, checked as vLLM's server does. Without keys every client is accepted."""
+    """The accepted API keys, checked as in vLLM's server. Without keys every client is accepted."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def check(self, scope: Scope) -> None:
-        """Raises ``HttpFailure`` with 401."""
+        """Raises ``HttpFailure`` with 401 for a missing or wrong key."""
         if not self._digests:
             return
         scheme, _, given = (header(scope, b"authorization") or "").partition(" ")
         digest = hashlib.sha256(given.encode("latin-1")).digest()
-        # No "any": how long it takes must not depend on which key it is.
+        # No early exit: the time taken must not reveal which key matches.
         found = [hmac.compare_digest(digest, known) for known in self._digests]
         if scheme.lower() != "bearer" or True not in found:
             raise HttpFailure.of(401, "wrong or missing API key", kind="AuthenticationError")
@@ -140,19 +141,19 @@ async def respond(
     content_type: bytes = JSON,
     headers: tuple[tuple[bytes, bytes], ...] = (),
 ) -> None:
-    """A whole answer."""
+    """Sends a complete answer."""
     fields = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
     await send({"type": "http.response.start", "status": status, "headers": fields})
     await send({"type": "http.response.body", "body": body})
 
 
 async def respond_json(send: Send, status: int, value: object) -> None:
-    """A whole answer in JSON."""
+    """Sends a complete JSON answer."""
     await respond(send, status, msgspec.json.encode(value))
 
 
 async def respond_failure(send: Send, failure: HttpFailure, request_id: bytes | None = None) -> None:
-    """The failure as a whole answer."""
+    """Sends a failure as a complete answer."""
     headers: tuple[tuple[bytes, bytes], ...] = ()
     if failure.retry_after is not None:
         headers += ((b"retry-after", failure.retry_after),)
@@ -162,7 +163,7 @@ async def respond_failure(send: Send, failure: HttpFailure, request_id: bytes | 
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """A request header's first value."""
+    """Returns the first value of a request header."""
     for key, value in scope["headers"]:
         if key == name:
             decoded: str = value.decode("latin-1")
@@ -171,19 +172,19 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 class Guard:
-    """Cancels the task it was made in when the client goes away, or stops reading for too long.
+    """Cancels the task that created it when the client disconnects or stops reading for too long.
 
-    ``async with Guard(...) as guard`` swallows that cancellation, and no other; ``guard.reason`` says which.
+    ``async with Guard(...) as guard`` swallows that cancellation only; ``guard.reason`` gives the cause.
     """
 
     def __init__(self, receive: Receive, send: Send, stall_seconds: float) -> None:
         self.reason: str | None = None
-        self.finished = False  # the answer is out: the disconnect that servers report then is none
+        self.finished = False  # the answer is sent: the disconnect that servers then report is not one
         self.sending = False
-        self.sent_bytes = 0  # by which the clock sees progress
+        self.sent_bytes = 0  # lets the clock see progress
         self._receive = receive
         self._send = send
-        # Under our own server the connection calls; another server's must be asked, by a task.
+        # Under our own server the connection calls back; other servers are polled by a task.
         cycle: Any = getattr(send, "__self__", None)
         self._cycle = cycle if hasattr(cycle, "gone") else None
         self._watcher: asyncio.Task[None] | None = None
@@ -201,7 +202,7 @@ class Guard:
             self._watcher = asyncio.get_running_loop().create_task(self._watch())
             return self
         cycle.gone = self._client_gone
-        cycle.flow.resume_reading()  # a client's end is only seen by who reads
+        cycle.flow.resume_reading()  # a disconnect is noticed only by reading
         if cycle.disconnected:
             self._client_gone()
         return self
@@ -226,15 +227,15 @@ class Guard:
         self._end("client gone")
 
     def tick(self, now: float) -> None:
-        """Looks whether the client reads; ``now`` in seconds."""
+        """Checks whether the client is reading; ``now`` in seconds."""
         if self.reason is not None:
-            self._cancel()  # the first was lost: asyncio.wait_for does that in the moment its work is done
+            self._cancel()  # asyncio.wait_for may swallow the first cancellation
         elif not self.sending or self.sent_bytes != self._seen:
             self._seen = self.sent_bytes
             self._stalled_at = now + self._stall
         elif now > self._stalled_at:
             self._end("client stalled")
-            # ASGI has no word for this, and uvicorn would wait for ever to send the rest.
+            # ASGI has no message for this, and uvicorn would wait forever to send the rest.
             transport = transport_of(self._send)
             if transport is not None:
                 transport.abort()

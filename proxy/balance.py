@@ -1,4 +1,4 @@
-"""Which engine gets a request: load in tokens, prefix affinity, health. No I/O; the clock is passed in."""
+"""Chooses the engine for a request by load in tokens, prefix affinity and health. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ PROBES_TO_EJECT = 2
 COOL_DOWN = 2.0
 COOL_DOWN_LIMIT = 30.0
 PREFIXES = 16384  # prefix blocks remembered per engine
-LAYOUT_SECONDS = 600.0  # how long a prefill engine's layout is believed: it may restart between two probes
-PAIR_SECONDS = 60.0  # the same for two engines of which it is only known that they don't fit
+LAYOUT_SECONDS = 600.0  # lifetime of a known layout: an engine may restart between two probes
+PAIR_SECONDS = 60.0  # lifetime of a known mismatch between two engines
 
 
 class Health:
-    """Passive ejection with a cool-down that doubles, and the result of active probes. Times in seconds."""
+    """Passive ejection with a doubling cool-down, and results of active probes. Times in seconds."""
 
     def __init__(self) -> None:
         self.failures = 0
-        self.failed_probes = PROBES_TO_EJECT - 1  # an engine that was never there need not be missed twice
+        self.failed_probes = PROBES_TO_EJECT - 1  # a new engine is down after one failed probe
         self.cool_down = COOL_DOWN
         self.ejected_until = float("-inf")
         self.ejections = 0
 
     @property
     def down(self) -> bool:
-        """Whether probes say that the engine isn't there."""
+        """Whether probes found the engine unreachable."""
         return self.failed_probes >= PROBES_TO_EJECT
 
     def available(self, now: float) -> bool:
-        """Whether requests should go there. After a cool-down the next request is the trial."""
+        """Whether requests may be sent there. After a cool-down the next request is the trial."""
         return not self.down and now >= self.ejected_until
 
     def failed(self, now: float, *, unreachable: bool = False) -> None:
-        """A request failed for the engine's sake. ``unreachable``: there was no connection at all."""
+        """Records a failure caused by the engine. ``unreachable``: no connection could be made."""
         self.failures += 1
         if self.failures >= FAILURES_TO_EJECT or unreachable:
-            self.failures = max(self.failures, FAILURES_TO_EJECT)  # one more failure ejects again
+            self.failures = max(self.failures, FAILURES_TO_EJECT)  # one more failure ejects it again
             if now >= self.ejected_until:
                 self.ejections += 1
                 self.ejected_until = now + self.cool_down
                 self.cool_down = min(2 * self.cool_down, COOL_DOWN_LIMIT)
 
     def succeeded(self) -> None:
-        """A request was answered."""
+        """Records an answered request."""
         self.failures = 0
         self.cool_down = COOL_DOWN
         self.ejected_until = float("-inf")
 
     def probed(self, *, ok: bool) -> None:
-        """An active probe ended. A good one doesn't shorten a cool-down."""
+        """Records an active probe. A good one does not shorten a cool-down."""
         if ok:
             self.failed_probes = 0
             return
@@ -67,7 +67,7 @@ class Health:
 
 @dataclass(frozen=True)
 class Demand:
-    """A request as the balancer sees it: its weight and its prompt's prefix hashes, shortest first."""
+    """A request's weight and its prompt's prefix hashes, shortest first."""
 
     tokens: int
     prefixes: tuple[int, ...] = ()
@@ -87,16 +87,16 @@ class Instance:
         self._prefixes: OrderedDict[int, None] = OrderedDict()
         self._layout = ""
         self._layout_until = float("-inf")
-        self.unfit: dict[Address, float] = {}  # decode engines, for a prefill engine; until when
-        self.proven: set[Address] = set()  # decode engines that got KV of a prefill engine
+        self.unfit: dict[Address, float] = {}  # mismatching decode engines of a prefill engine, with expiry
+        self.proven: set[Address] = set()  # decode engines that received KV from this prefill engine
 
     @property
     def fits_all(self) -> bool:
-        """Whether nothing is known, nor was lately, that speaks against any engine of the other role."""
+        """Whether no recent observation speaks against pairing it with any engine of the other role."""
         return not self.unfit and not self._layout
 
     def matched_tokens(self, demand: Demand) -> int:
-        """How much of the prompt this engine has probably in its prefix cache."""
+        """Estimates how many of the prompt's tokens are in this engine's prefix cache."""
         count = 0
         for prefix in demand.prefixes:
             if prefix not in self._prefixes:
@@ -105,7 +105,7 @@ class Instance:
         return min(count * demand.tokens_per_prefix, demand.tokens)
 
     def remember(self, demand: Demand) -> None:
-        """The request's prefixes are there from now on."""
+        """Records that the engine now caches the request's prefixes."""
         for prefix in demand.prefixes[:PREFIXES]:
             self._prefixes[prefix] = None
             self._prefixes.move_to_end(prefix)
@@ -113,15 +113,15 @@ class Instance:
             self._prefixes.popitem(last=False)
 
     def layout(self, now: float) -> str:
-        """The digest of its model and KV layout; empty where it is unknown."""
+        """Returns the digest of model and KV layout, "" if unknown."""
         return self._layout if now < self._layout_until else ""
 
     def learn_layout(self, layout: str, until: float) -> None:
-        """Remembers the engine's digest, which it or a decode engine has reported."""
+        """Stores the engine's digest, as reported by itself or by a decode engine."""
         self._layout, self._layout_until = layout, until
 
     def restarted(self) -> None:
-        """Another process may answer from now on: its cache is empty and its layout is unknown."""
+        """Forgets cache and layout: another process may answer at this address from now on."""
         self._prefixes.clear()
         self._layout_until = float("-inf")
         self.unfit.clear()
@@ -129,17 +129,17 @@ class Instance:
 
 
 def fits(prefill: Instance, decode: Instance, now: float) -> bool:
-    """Whether the two may work together: as far as is known, with the same model and KV layout."""
+    """Whether the two, as far as known, have the same model and KV layout."""
     if prefill.unfit.get(decode.address, float("-inf")) > now:
         return False
     if decode.address in prefill.proven:
-        return True  # whatever another decode engine said of this prefill engine
+        return True  # overrides reports of other decode engines about this prefill engine
     one, other = prefill.layout(now), decode.layout(now)
     return not one or not other or one == other
 
 
 def mismatched(prefill: Instance, decode: Instance, layout: str, now: float) -> None:
-    """A transfer between the two was refused. ``layout``: the prefill engine's digest, where it is known."""
+    """Records a refused transfer between the two. ``layout``: the prefill engine's digest, if known."""
     prefill.proven.discard(decode.address)
     if layout:
         prefill.learn_layout(layout, now + LAYOUT_SECONDS)
@@ -148,7 +148,7 @@ def mismatched(prefill: Instance, decode: Instance, layout: str, now: float) -> 
 
 
 class Load:
-    """A request's weight on one engine: taken when made, given back by the first ``release``."""
+    """A request's weight on one engine, released at most once."""
 
     __slots__ = ("_live", "instance", "tokens")
 
@@ -160,7 +160,7 @@ class Load:
         instance.requests += 1
 
     def release(self) -> None:
-        """Takes the weight off; later calls change nothing."""
+        """Releases the weight; further calls have no effect."""
         if self._live:
             self._live = False
             self.instance.load_tokens -= self.tokens
@@ -176,13 +176,13 @@ class Pool:
         self._turn = 0
 
     def add(self, address: Address) -> Instance:
-        """Adds an engine, or takes one back that is draining."""
+        """Adds an engine, or reactivates one that is draining."""
         instance = self.instances.setdefault(address, Instance(self.role, address))
         instance.draining = False
         return instance
 
     def remove(self, address: Address) -> Instance | None:
-        """The engine gets nothing more; requests under way go on."""
+        """Stops sending requests to an engine; running ones continue."""
         return self.instances.pop(address, None)
 
     def available(
@@ -191,7 +191,7 @@ class Pool:
         without: Collection[Address] = (),
         accept: Callable[[Instance], bool] | None = None,
     ) -> Sequence[Instance]:
-        """The engines to choose from: the healthy ones, or else those that are merely cooling down."""
+        """Returns the healthy engines, or those merely cooling down if there are none."""
         known = [i for i in self.instances.values() if not i.draining and i.address not in without]
         if accept is not None:
             known = [i for i in known if accept(i)]
@@ -205,10 +205,12 @@ class Pool:
         without: Collection[Address] = (),
         accept: Callable[[Instance], bool] | None = None,
     ) -> Load:
-        """The engine where the request's tokens are done first, taking what is cached for done.
+        """Reserves the engine expected to finish the request's tokens first; cached ones count as
+        finished.
 
-        ``without``: engines that failed this request already; they are taken only when there is no other.
-        ``accept``: which engines fit. Raises ``NoInstanceError``, ``NoFitError`` where there are only others.
+        ``without``: engines that already failed this request, used only as a last resort. ``accept``:
+        which engines fit. Raises ``NoInstanceError`` if none is available, ``NoFitError`` if none of those
+        fits.
         """
         candidates = self.available(now, without, accept) or self.available(now, (), accept)
         if not candidates:
@@ -218,7 +220,7 @@ class Pool:
         for position, instance in enumerate(candidates):
             matched = instance.matched_tokens(demand)
             cost = instance.load_tokens + demand.tokens - matched
-            key = (cost, -matched, (position - self._turn) % len(candidates))  # equals take turns
+            key = (cost, -matched, (position - self._turn) % len(candidates))  # ties take turns
             if key < best_key:
                 best, best_key = instance, key
         best.remember(demand)

@@ -1,4 +1,4 @@
-"""Limits on the bytes held at a time: beyond them, refuse or wait. No I/O; for one event loop."""
+"""Limits on bytes held at a time, by refusal or by waiting. No I/O; for one event loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 
 class ByteBudget:
-    """``take`` what will be held and ``give`` it back. ``limit`` in bytes."""
+    """A counter of held bytes: ``take`` before holding, ``give`` after. ``limit`` in bytes."""
 
     __slots__ = ("limit", "used")
 
@@ -18,19 +18,19 @@ class ByteBudget:
         self.used = 0  # bytes held now
 
     def take(self, size: int) -> bool:
-        """Whether ``size`` bytes more may be held; then they count until they are given back."""
+        """Reserves ``size`` bytes; returns False if they exceed the limit."""
         if self.used + size > self.limit:
             return False
         self.used += size
         return True
 
     def give(self, size: int) -> None:
-        """``size`` bytes are held no longer."""
+        """Returns ``size`` bytes to the budget."""
         self.used -= size
 
 
 class Window:
-    """At most ``limit`` bytes at a time, first come, first served; what is larger goes alone."""
+    """Admits at most ``limit`` bytes at a time in arrival order; a larger item is admitted alone."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -39,7 +39,7 @@ class Window:
 
     @contextlib.asynccontextmanager
     async def hold(self, size: int) -> AsyncIterator[None]:
-        """Holds ``size`` bytes inside, after those that came before."""
+        """Holds ``size`` bytes inside the context, after earlier arrivals."""
         size = min(size, self._limit)
         if self._queue or self._used + size > self._limit:
             turn = asyncio.get_running_loop().create_future()
@@ -50,7 +50,7 @@ class Window:
                 if turn.done() and not turn.cancelled():
                     self._give(size)
                 else:
-                    with contextlib.suppress(ValueError):  # passed over already, between its end and now
+                    with contextlib.suppress(ValueError):  # already passed over, between its end and now
                         self._queue.remove((size, turn))
                     self._next()
                 raise

@@ -1,8 +1,8 @@
-"""What a client asked for: checked, and taken apart into children of one prompt and one choice each. No I/O.
+"""Checks a client's request and splits it into sub-requests of one prompt and one choice each. No I/O.
 
-vLLM names the requests of a prompt list or of ``n`` choices itself, and a decode engine may be unable to hold
-all of them at once: one request per prompt and choice has an id that both engines agree on, and waits for no
-sibling.
+vLLM assigns request ids for prompt lists and ``n`` choices itself, and a decode engine may be unable to
+hold all of them at once. One request per prompt and choice has an id known to both engines, and does not
+wait for its siblings.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from vllm_kvoffload.proxy.rendezvous import Kind
 
 BYTES_PER_TOKEN = 4
 PREFIX_BYTES = 1024
-PREFIX_LIMIT = 1 << 20  # bytes of a prompt that prefixes are taken of
-TOKENS_OF_A_PART = 512  # an image or a sound in a chat, whose text isn't its size
+PREFIX_LIMIT = 1 << 20  # bytes of a prompt used for prefix hashes
+TOKENS_OF_A_PART = 512  # assumed size of an image or sound in a chat
 EXPECTED_OUTPUT = 256
-OUTPUT_LIMIT = 1024  # a limit asked for says little about what is made
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's and vLLM's default of /v1/completions
+OUTPUT_LIMIT = 1024  # assumed output: a requested limit says little about the actual length
+DEFAULT_COMPLETION_TOKENS = 16  # default of OpenAI and vLLM for /v1/completions
 
 Body = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Child:
-    """One prompt and one choice: what is sent to a decode engine, except for ``kv_transfer_params``."""
+    """A sub-request: one prompt and one choice, as sent to a decode engine without ``kv_transfer_params``."""
 
-    index: int  # of its choice in the answer
+    index: int  # index of its choice in the answer
     body: Body
     prefill: Demand
     decode: Demand
-    counts_prompt: bool = True  # the first choice of its prompt: usage counts a prompt once
-    size: int = 0  # bytes of its body, about
+    counts_prompt: bool = True  # true for the first choice of a prompt: usage counts each prompt once
+    size: int = 0  # approximate bytes of its body
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Call:
     kind: Kind
     stream: bool
     children: tuple[Child, ...]
-    held: int  # bytes that it takes in memory and, with several children, sends, about and at most
+    held: int  # upper estimate of its bytes in memory and, with several sub-requests, sent
 
 
 def _whole(body: Mapping[str, Any], key: str, default: int) -> int:
@@ -61,7 +61,7 @@ def _whole(body: Mapping[str, Any], key: str, default: int) -> int:
 
 
 def _refuse_unservable(body: Mapping[str, Any]) -> None:
-    """Raises ``Refused`` for what can't be right when prompt and output are made on two engines."""
+    """Raises ``Refused`` for options that cannot work when prefill and decode are separate engines."""
     if body.get("kv_transfer_params") is not None:
         raise Refused("kv_transfer_params are the proxy's own; leave them out", "kv_transfer_params")
     if body.get("use_beam_search"):
@@ -83,7 +83,7 @@ def _refuse_unservable(body: Mapping[str, Any]) -> None:
 
 
 def prefix_hashes(text: bytes, size: int = PREFIX_BYTES) -> tuple[int, ...]:
-    """A hash of each whole prefix of ``size``, 2 ``size``, ... bytes of the first ``PREFIX_LIMIT``."""
+    """Hashes the prefixes of ``size``, 2 ``size``, ... bytes of the first ``PREFIX_LIMIT``."""
     made, previous = [], 0
     for start in range(0, min(len(text), PREFIX_LIMIT) - size + 1, size):
         previous = hash((previous, text[start : start + size]))
@@ -96,7 +96,8 @@ def _utf8_length(text: str) -> int:
 
 
 def _prompt_demand(prompt: object) -> tuple[int, bytes, int]:
-    """Tokens, exact for ids and estimated for text; what prefixes are taken of; the whole prompt's bytes."""
+    """Returns the token count (exact for ids, estimated for text), the bytes to hash, the prompt's total
+    bytes."""
     if isinstance(prompt, str):
         size = _utf8_length(prompt)
         return max(1, size // BYTES_PER_TOKEN), prompt[:PREFIX_LIMIT].encode(errors="surrogatepass"), size
@@ -133,7 +134,7 @@ def _demand(kind: Kind, body: Mapping[str, Any]) -> Demand:
 
 
 def output_limit(kind: Kind, body: Mapping[str, Any]) -> int | None:
-    """The most tokens of an answer; None where only the model's length limits it."""
+    """Returns the maximum output tokens, None if only the model's length limits them."""
     limit = body.get("max_completion_tokens") if kind == "chat" else None
     limit = body.get("max_tokens") if limit is None else limit
     if limit is None and kind == "completion" and "max_tokens" not in body:
@@ -150,7 +151,7 @@ def child_of(
     counts_prompt: bool = True,
     size: int = 0,
 ) -> Child:
-    """A child with its weights. ``demand``: of its prompt, where it is known already."""
+    """Builds a sub-request with its weights. ``demand``: of its prompt, if already known."""
     demand = demand or _demand(kind, body)
     limit = output_limit(kind, body)
     output = EXPECTED_OUTPUT if limit is None else max(0, min(limit, OUTPUT_LIMIT))
@@ -159,7 +160,7 @@ def child_of(
 
 
 def _prompts(kind: Kind, body: Mapping[str, Any]) -> list[Any] | None:
-    """The prompts of a list; None where there is only one, whatever it is: vLLM judges it."""
+    """Returns the prompts of a list, None for a single prompt of any kind, which vLLM validates."""
     prompt = body.get("prompt")
     if kind == "chat" or not isinstance(prompt, list) or not prompt:
         return None
@@ -171,9 +172,9 @@ def _prompts(kind: Kind, body: Mapping[str, Any]) -> list[Any] | None:
 
 
 def parse_call(kind: Kind, raw: bytes, max_children: int = 1024, max_bytes: int = 256 << 20) -> Call:
-    """Raises ``Refused`` for what isn't a JSON object and for what can't be served.
+    """Parses a request. Raises ``Refused`` if it is not a JSON object or cannot be served.
 
-    ``max_bytes``: of the values in the body, and of its children's bodies; beyond it is 413.
+    ``max_bytes``: limit for the body's values and for the sub-requests' bodies; more is 413.
     """
     held = json_bytes(raw)
     if held > max_bytes:
@@ -205,11 +206,11 @@ def parse_call(kind: Kind, raw: bytes, max_children: int = 1024, max_bytes: int 
 
 
 def _sizes(prompts: list[Any] | None, raw_size: int) -> tuple[int, list[int]]:
-    """Bytes of what all children have in common, and of each prompt."""
+    """Returns the bytes shared by all sub-requests, and those of each prompt."""
     if prompts is None:
         return raw_size, [0]
     if raw_size * len(prompts) <= 1 << 20:
-        return raw_size, [0] * len(prompts)  # too much, and little
+        return raw_size, [0] * len(prompts)  # an overestimate, and an underestimate
     own = [len(msgspec.json.encode(prompt)) for prompt in prompts]
     return max(0, raw_size - sum(own)), own
 

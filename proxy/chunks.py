@@ -1,8 +1,8 @@
-"""Where a chunked body ends. No I/O.
+"""Finds the end of a chunked body. No I/O.
 
-The parser (llhttp) decodes the chunks, but doesn't say how much of its input was the next request. This only
-finds the end, in the same strict grammar; :class:`~vllm_kvoffload.proxy.edge.Edge` ends the connection where
-the two don't agree.
+The parser (llhttp) decodes the chunks but does not say where the next request begins. This module only
+finds the end, by the same strict grammar; :class:`~vllm_kvoffload.proxy.edge.Edge` closes the connection
+if the two disagree.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import re
 
 SIZE_LINE = re.compile(rb"([0-9A-Fa-f]+)(?:;[^\r\n]*)?\r\n")
-LINE_LIMIT = 4096  # bytes of a size line with its extensions, and of a trailer field
+LINE_LIMIT = 4096  # bytes of a size line with extensions, or of a trailer field
 
 
 class ChunkError(ValueError):
-    """Not a chunked body, or one that is mostly framing."""
+    """Not a chunked body, or mostly framing."""
 
 
 class Chunks:
-    """Finds the end of one body. ``slack``: bytes that framing may have beyond as many as the data has."""
+    """Finds the end of one body. ``slack``: framing bytes allowed in excess of data bytes."""
 
     __slots__ = ("_data", "_framing", "_left", "_slack", "_trailers")
 
@@ -26,13 +26,14 @@ class Chunks:
         self._slack = slack
         self._framing = 0
         self._data = 0
-        self._left = 0  # bytes of the current chunk, its line end included
+        self._left = 0  # bytes left of the current chunk, including its line end
         self._trailers = False
 
     def take(self, buffer: bytearray) -> tuple[int, bool]:
-        """How many bytes at the front of ``buffer`` are complete parts, and whether the body ends there.
+        """Returns how many leading bytes of ``buffer`` are complete parts, and whether the body ends
+        there.
 
-        The rest is the beginning of a line, or of the next request. Raises ``ChunkError``.
+        The remainder starts a line or the next request. Raises ``ChunkError``.
         """
         at = 0
         while at < len(buffer):
@@ -47,7 +48,7 @@ class Chunks:
                     raise ChunkError("a line of a chunked body is too long")
                 break
             line, at = bytes(buffer[at : end + 1]), end + 1
-            self._framing += len(line) + 2  # with the line end after the data
+            self._framing += len(line) + 2  # plus the line end after the data
             if self._framing > self._slack + self._data:
                 raise ChunkError("a chunked body is mostly framing")
             if self._trailers:
@@ -58,14 +59,14 @@ class Chunks:
         return at, False
 
     def _begin(self, line: bytes) -> None:
-        """The next chunk, of which ``line`` gives the size."""
+        """Starts the chunk whose size ``line`` gives."""
         found = SIZE_LINE.fullmatch(line)
         size = found[1].lstrip(b"0") if found is not None else None
         if size is None or len(size) > 16:
             raise ChunkError("a chunk's size is no hexadecimal number")
         if not size:
             self._trailers = True
-            self._framing = self._data = 0  # which bounds the trailers by themselves
+            self._framing = self._data = 0  # bounds the trailers separately
             return
         length = int(size, 16)
         self._data += length

@@ -1,4 +1,4 @@
-"""What all requests of one proxy share, and what is known of one of them."""
+"""State shared by all requests of a proxy, and the trace of each request."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from vllm_kvoffload.proxy.rendezvous import Meetings
 from vllm_kvoffload.proxy.settings import Address, ProxySettings
 
 logger = get_logger(__name__)
-CONTROL_LIMIT = 64 << 20  # bytes of an answer to a short request; /tokenize has the longest
+CONTROL_LIMIT = 64 << 20  # limit for answers to short requests; /tokenize has the longest
 
 
 @dataclass
 class Trace:
-    """One client request, for the access log and metrics. Times are the monotonic clock's seconds."""
+    """A client request's record for the access log and metrics. Times in seconds of the monotonic clock."""
 
     method: str
     path: str
@@ -42,7 +42,7 @@ class Trace:
     end: str = "ok"
 
     def line(self) -> str:
-        """The access log's line."""
+        """Returns the access log line."""
         first = "-" if self.first_output is None else f"{1e3 * (self.first_output - self.began):.1f}"
         total = 1e3 * (time.monotonic() - self.began)
         return (
@@ -61,7 +61,7 @@ class Core:
         self.prefillers = Pool("prefill", settings.prefillers)
         self.decoders = Pool("decode", settings.decoders)
         self.meetings = Meetings()
-        self.posts_to = settings.metaserver, settings.failures  # made once: they are in every request
+        self.posts_to = settings.metaserver, settings.failures  # built once: every request contains them
         self.held = ByteBudget(settings.max_held_bytes)
         shortest = min(vars(settings.deadlines).values())
         tls = settings.engine_tls.context() if settings.engine_tls is not None else None
@@ -72,16 +72,16 @@ class Core:
 
     @property
     def pools(self) -> tuple[Pool, Pool]:
-        """Prefill and decode."""
+        """Prefill and decode pools."""
         return self.prefillers, self.decoders
 
     @property
     def background(self) -> int:
-        """Tasks under way besides the clients' requests."""
+        """Number of background tasks."""
         return len(self._tasks)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs ``work`` beside the caller; an exception is logged."""
+        """Runs ``work`` in the background; exceptions are logged."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -104,12 +104,13 @@ class Core:
         idle: float,
         hold: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext,
     ) -> Connection:
-        """A request whose answer has started. Raises ``UpstreamError``.
+        """Sends a request and returns once its answer has started. Raises ``UpstreamError``.
 
-        ``body``: or what makes it, so that it need not be kept; ``hold``: entered while it is sent.
+        ``body``: bytes, or a function that builds them, so that they need not be kept; ``hold``: entered
+        while sending.
 
-        An engine may close an idle connection in the moment a request goes out on it; that request is sent
-        once more, on a new one.
+        An engine may close an idle connection just as a request is sent on it; that request is sent once
+        more on a new connection.
         """
         fresh = False
         while True:
@@ -150,7 +151,7 @@ class Core:
         headers: Sequence[tuple[str, str]] = (),
         seconds: float | None = None,
     ) -> tuple[int, bytes, bytes]:
-        """Status, body and content type of a short request. Raises ``UpstreamError``."""
+        """Returns status, body and content type of a short request. Raises ``UpstreamError``."""
         seconds = self.settings.deadlines.control if seconds is None else seconds
         connection = await self.exchange(
             address, method, path, body=body, headers=headers, first=seconds, idle=seconds
@@ -162,7 +163,7 @@ class Core:
             connection.close()
 
     async def close(self) -> None:
-        """Ends background tasks and connections."""
+        """Stops background tasks and closes connections."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -1,4 +1,5 @@
-"""A response's head and the first piece of its body in one write: each is a system call and a packet."""
+"""Writes a response's head and the first piece of its body together: each write is a system call and
+packet."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from typing import Any
 
 
 class Cork:
-    """uvicorn's transport of one response until the head is out. Put in by :func:`cork`.
+    """Replaces uvicorn's transport for one response until the head is sent. Installed by :func:`cork`.
 
-    Not for HEAD: uvicorn writes no body there, for which the head would wait.
+    Not for HEAD: uvicorn writes no body there, so the head would wait forever.
     """
 
     __slots__ = ("_cycle", "_head", "behind")
@@ -20,7 +21,7 @@ class Cork:
         self._head = b""
 
     def write(self, data: bytes) -> None:
-        """Keeps the head; what comes next goes out with it, and all that follows past this object."""
+        """Holds the head back; sends it with the next piece, after which writes bypass this object."""
         if not self._cycle.response_started:  # "100 Continue"
             self.behind.write(data)
         elif not self._head:
@@ -31,17 +32,17 @@ class Cork:
             self.behind.writelines([head, data])
 
     def close(self) -> None:
-        """The transport's, after the head."""
+        """Sends the head, then closes the transport."""
         if self._head:
             self.write(b"")
         self.behind.close()
 
     def is_closing(self) -> bool:
-        """The transport's."""
+        """Delegates to the transport."""
         return self.behind.is_closing()
 
 
 def cork(cycle: Any, transport: asyncio.Transport) -> None:
-    """Puts the cork in before uvicorn's ``cycle`` answers."""
+    """Installs the cork before uvicorn's ``cycle`` answers."""
     if cycle.scope["method"] != "HEAD":
         cycle.transport = Cork(cycle, transport)

@@ -1,4 +1,4 @@
-"""One rendezvous: a request on a decode engine, and the prefill that it asks for."""
+"""One dispatch: a request on a decode engine, and the prefill that it requests."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from vllm_kvoffload.proxy.sanitize import prefill_body
 from vllm_kvoffload.proxy.settings import Address
 from vllm_kvoffload.proxy.usage import cached_tokens
 
-UNAVAILABLE = frozenset({502, 503, 504})  # statuses that speak against the engine, not against the request
-NOTICE_SECONDS = 1.0  # decode's "500" and its notice of the reason travel on two connections
-WINDOW = 8 << 20  # bytes of a request's children that are on their way to engines at a time
+UNAVAILABLE = frozenset({502, 503, 504})  # statuses caused by the engine, not by the request
+NOTICE_SECONDS = 1.0  # decode's 500 and its failure notice travel on two connections
+WINDOW = 8 << 20  # bytes of a request's sub-requests in transit to engines at a time
 AT_ONCE = contextlib.nullcontext()
-FAILURES = frozenset({"aborted", "rendezvous", "prefill", "read", "mismatch", "deadline"})  # known reasons
+FAILURES = frozenset({"aborted", "rendezvous", "prefill", "read", "mismatch", "deadline"})  # known values
 
 
 @dataclass
 class Route:
-    """What every dispatch of one client request has in common.
+    """State shared by all dispatches of one client request.
 
-    ``avoid``: engines that failed it. ``window``: of the bytes that its children send at a time.
+    ``avoid``: engines that failed it. ``window``: limits the bytes its sub-requests send at a time.
     """
 
     core: Core
@@ -59,7 +59,7 @@ class Route:
     children: int = 1
 
     def hold(self, size: int) -> contextlib.AbstractAsyncContextManager[None]:
-        """Entered while a child's body is sent."""
+        """Entered while a sub-request's body is sent."""
         if self.children == 1:
             return AT_ONCE
         self.window = self.window or Window(WINDOW)
@@ -67,9 +67,9 @@ class Route:
 
 
 class Dispatch:
-    """Made, opened once, read through ``connection`` and closed. A prefill failure fails the connection.
+    """Opened once, read through ``connection``, then closed. A failed prefill fails the connection.
 
-    ``fresh``: on a new connection, whose end is always the engine's doing.
+    ``fresh``: uses a new connection, so that its closing is always the engine's fault.
     """
 
     def __init__(self, route: Route, child: Child, *, fresh: bool = False) -> None:
@@ -78,35 +78,35 @@ class Dispatch:
         self.parent = new_parent()
         self.request_id = external_id(route.kind, self.parent)
         self.cached_tokens: int | None = None
-        self.finished = False  # decode answered all of it
+        self.finished = False  # decode sent its complete answer
         self._fresh = fresh
         self._secrets = [route.core.settings.metaserver_token.encode()]
         self._core = route.core
         self._connection: Connection | None = None
         self._load: Load | None = None
         self._prefill: asyncio.Task[None] | None = None
-        self._prefiller: Instance | None = None  # the last that was asked
+        self._prefiller: Instance | None = None  # the last one asked
         self._failure: Exception | None = None
         self._notice: ReceiveError | None = None
-        self._told: asyncio.Event | None = None  # why it failed, where that is waited for
-        self._late = False  # prefill's deadline is over
+        self._told: asyncio.Event | None = None  # set when decode's failure notice arrives, if one is awaited
+        self._late = False  # prefill's deadline has passed
         self._began = time.monotonic()
 
     @property
     def connection(self) -> Connection:
-        """Decode's answer. Only after :meth:`open`."""
+        """Decode's answer. Valid after :meth:`open`."""
         assert self._connection is not None
         return self._connection
 
     @property
     def decode_address(self) -> Address | None:
-        """The engine that decodes."""
+        """Address of the decode engine."""
         return self._load.instance.address if self._load is not None else None
 
     async def open(self) -> None:
         """Sends the decode request and waits for its status. Raises ``UpstreamError`` or ``HttpFailure``.
 
-        With a stream that is at once; else it is when everything is done.
+        For a stream the status arrives at once; otherwise after the complete answer was generated.
         """
         core, deadlines = self._core, self._core.settings.deadlines
         self._load = load = await self._decoder()
@@ -128,7 +128,7 @@ class Dispatch:
             )
         self._connection = connection
         if self.route.children > 1:
-            connection.high_water = 0  # what all children hold back together counts
+            connection.high_water = 0  # all sub-requests share one limit
         if self._failure is not None:
             connection.fail(self._failure)
         await connection.start()
@@ -140,14 +140,15 @@ class Dispatch:
         connection.expect_output(deadlines.first_output if self.route.stream else deadlines.idle)
 
     async def _decoder(self) -> Load:
-        """A decode engine that fits an available prefill engine: without one it could only time out.
+        """Chooses a decode engine that fits an available prefill engine: without one the request would
+        time out.
 
         Raises ``NoInstanceError`` and ``NoFitError``.
         """
         core, now = self._core, time.monotonic()
         prefillers = core.prefillers.available(now)
         if prefillers and not any(p.health.available(now) for p in prefillers):
-            # All cool down after failures: decode is asked when one of them accepts connections again.
+            # All are cooling down: ask decode again once one of them accepts connections.
             reached = await asyncio.gather(*(self._reaches(prefill) for prefill in prefillers))
             prefillers = [p for p, there in zip(prefillers, reached, strict=True) if there]
         if not prefillers:
@@ -168,7 +169,8 @@ class Dispatch:
         return True
 
     async def cause(self, failure: HttpFailure) -> Exception:
-        """Why decode answered with ``failure``: prefill's failure, decode's notice, or ``failure`` itself."""
+        """Returns the cause of decode's ``failure``: prefill's failure, decode's notice, or ``failure``
+        itself."""
         if failure.status < 500 or not self.prefilled:
             return failure
         if self._failure is None and self._notice is None:
@@ -178,7 +180,7 @@ class Dispatch:
         return self._failure or self._notice or failure
 
     def hidden(self, text: bytes) -> bytes:
-        """An engine's error without the secrets that were in its request, which some vLLM versions quote."""
+        """Removes the request's secrets from an engine's error, which some vLLM versions quote."""
         for secret in self._secrets:
             if secret:
                 text = text.replace(secret, b"...")
@@ -190,15 +192,15 @@ class Dispatch:
         return self._prefill is not None
 
     def blame(self, error: UpstreamError) -> bool:
-        """Decode's transport failed: the next dispatch goes elsewhere.
+        """Records decode's transport failure against the engine, so that the next dispatch avoids it.
 
-        Not where it may have been only an idle connection that closed in the moment it was used. Returns True
-        where the request can't have been what made the engine fail.
+        Skipped if an idle connection may merely have closed as it was used. Returns True if the request
+        cannot have caused the engine's failure.
         """
         if self._load is None or error is self._failure:
-            return False  # prefill's failure, which has been blamed on prefill
+            return False  # prefill's failure, already recorded against prefill
         if isinstance(error, ReceiveError):
-            # A mismatch is remembered of the pair; else it may be either engine's fault.
+            # A mismatch is recorded for the pair; otherwise either engine may be at fault.
             if error.failure != "mismatch" and self._prefiller is not None:
                 self.route.avoid.add(self._prefiller.address)
             if error.failure == "read":
@@ -213,7 +215,7 @@ class Dispatch:
         return False
 
     def succeeded(self) -> None:
-        """Decode answered all of it; a prefill that is still on its way back may end by itself."""
+        """Records decode's complete answer; a prefill answer still in transit may end by itself."""
         self.finished = True
         if self._load is None:
             return
@@ -222,9 +224,9 @@ class Dispatch:
             self._prefiller.proven.add(self._load.instance.address)
 
     def close(self) -> None:
-        """Gives back everything, cancels what is still running. Later calls change nothing."""
+        """Releases all resources and cancels running work. Further calls have no effect."""
         self._core.meetings.forget(self.request_id)
-        # Another request may have the connection next: it must not be closed or failed from here again.
+        # Another request may use the connection next: it must not be closed or failed from here.
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -234,7 +236,7 @@ class Dispatch:
             self._prefill.cancel()
 
     async def prefill_done(self, seconds: float) -> None:
-        """Waits until prefill answered, if it was asked: decode may end a moment earlier."""
+        """Waits for prefill's answer if it was asked: decode may finish slightly earlier."""
         if self._prefill is not None and not self._prefill.done():
             await asyncio.wait([self._prefill], timeout=seconds)
 
@@ -276,7 +278,7 @@ class Dispatch:
         self._prefill.cancel()
 
     async def _run_prefill(self, message: Message) -> None:
-        # A timer of our own: wait_for makes a task, per request.
+        # A timer of our own: wait_for creates a task per request.
         seconds = self._core.settings.deadlines.prefill
         timer = asyncio.get_running_loop().call_later(seconds, self._prefill_late)
         try:
@@ -289,7 +291,7 @@ class Dispatch:
             self._failure = HttpFailure.of(504, "prefill gave no answer in time", kind="Timeout")
         except (UpstreamError, HttpFailure) as error:
             self._failure = error
-        except Exception as error:  # a prefill that failed must never pass for one that didn't
+        except Exception as error:  # a failed prefill must never count as successful
             logger.exception("proxy: prefill of %s", self.request_id)
             self._failure = HttpFailure.of(500, f"the proxy failed at prefill: {error!r}")
         finally:
@@ -301,7 +303,7 @@ class Dispatch:
             self._connection.fail(self._failure)
 
     async def _call_prefill(self, message: Message) -> object:
-        """The answer of a prefill engine. One that can't be reached is passed over."""
+        """Returns a prefill engine's answer, skipping engines that cannot be reached."""
         made = prefill_body(self.child.body, message)
         budget = self._core.settings.max_retries
         while True:
@@ -358,7 +360,8 @@ class Dispatch:
 
 
 def _answered_with(connection: Connection, answer: bytes) -> HttpFailure:
-    """What the client gets for an answer that isn't 200: an error is the engine's own."""
+    """Returns the client's failure for an answer other than 200: an error is passed on as the engine sent
+    it."""
     if not is_error(connection.status):
         message = f"{connection.address} answered with status {connection.status}"
         return HttpFailure.of(502, message, kind="UpstreamError")
@@ -369,4 +372,4 @@ def _answered_with(connection: Connection, answer: bytes) -> HttpFailure:
 def _failed(instance: Instance, error: UpstreamError) -> None:
     instance.health.failed(time.monotonic(), unreachable=not error.sent)
     if not error.sent:
-        instance.restarted()  # what accepts connections there next is another process
+        instance.restarted()  # the next process to accept connections there is a new one

@@ -1,9 +1,9 @@
-"""The HTTP front of the proxy: limits, framing and deadlines, before a request reaches the application.
+"""The HTTP front end of the proxy: enforces limits, framing and deadlines before the application runs.
 
-uvicorn's protocol over llhttp does the HTTP. :class:`Edge` passes it one request's head at a time, whole and
-within the limits; then exactly that request's body. So a head costs memory only for its own
-bytes, requests that are sent ahead wait as bytes instead of as tasks, and an ``Upgrade`` that is not taken
-can't shift where the next request begins. All of it is per request: nothing here runs per token.
+uvicorn's protocol parses HTTP with llhttp. :class:`Edge` passes it one complete request head at a time,
+within the limits, then exactly that request's body. So a head costs memory only for its own bytes,
+pipelined requests wait as bytes instead of tasks, and an ignored ``Upgrade`` cannot shift the start of the
+next request. All work is per request, none per token.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from vllm_kvoffload.proxy.settings import ProxySettings
 
 RESERVE = 64  # connections beyond the cap, for these paths only
 RESERVED = re.compile(rb"/health(check)?(\?|$)|/metrics(\?|$)|/v1/metaserver|/admin")
-AHEAD = 64 << 10  # bytes of further requests that are read while one is under way
-LINGER = 2.0  # seconds in which the rest of a refused request is thrown away, so that the answer arrives
+AHEAD = 64 << 10  # bytes of pipelined requests read while one is running
+LINGER = 2.0  # seconds in which the rest of a refused request is discarded, so that the answer arrives
 LINGER_BYTES = 256 << 20
-STALL_SLACK = 1.0  # seconds; the application's own look at a client that doesn't read comes first
-LOG_PERIOD = 10.0  # seconds between two log lines of a kind that strangers cause
-REST = 5.0  # seconds for the rest of a body whose request was answered already
+STALL_SLACK = 1.0  # seconds; the application's own check for clients that do not read comes first
+LOG_PERIOD = 10.0  # seconds between two log lines of a kind that clients can trigger
+REST = 5.0  # seconds for the rest of a body whose request was already answered
 REQUEST_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([!-~\x80-\xff]+) HTTP/(\d)\.(\d)\r\n")
-# Bytes that no head may have: checked as they arrive, since such a head may never end.
+# Bytes forbidden in any head: checked on arrival, since such a head may never end.
 BROKEN = re.compile(rb"(?<!\r)\n|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 UPGRADE = re.compile(rb"(?<=\r\n)upgrade(?=:)", re.IGNORECASE)
 IGNORED = b"ignored"  # as long as "upgrade"
 
 
 class Phase(Enum):
-    """What the next byte belongs to."""
+    """State of a connection's input: the kind of data that the next byte belongs to."""
 
     HEAD = 0
     LENGTH = 1  # a body with content-length
@@ -48,11 +48,11 @@ class Phase(Enum):
     OVER = 3  # nothing more is read on this connection
 
 
-HEAD, LENGTH, CHUNKED, OVER = Phase  # an attribute of an Enum is slow to get
+HEAD, LENGTH, CHUNKED, OVER = Phase  # Enum attribute access is slow
 
 
 class Refusal(Exception):
-    """A request that is answered here. The connection ends with it."""
+    """A request rejected by the front end. The connection ends with it."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -60,22 +60,22 @@ class Refusal(Exception):
 
 
 class Door:
-    """What the connections of one port share: limits, those that are between requests, log lines."""
+    """State shared by the connections of one port: limits, idle connections, log lines."""
 
     def __init__(self, settings: ProxySettings) -> None:
         self.limits = settings.limits
         self.head_seconds = settings.deadlines.head
         self.stall_seconds = settings.deadlines.client_stall
-        self.waiting: dict[Edge, None] = {}  # without a whole request, oldest first
+        self.waiting: dict[Edge, None] = {}  # without a complete request, oldest first
         self._log = QuietLog(__name__, period_s=LOG_PERIOD)
 
     def refused(self, client: object, refusal: Refusal) -> None:
-        """Logs one refusal."""
+        """Logs a refusal."""
         text = printable(str(refusal))
         self._log.warning("refused", f"proxy: {refusal.status} to a request from {client}: {text}")
 
     def full(self, connections: int) -> None:
-        """Logs that the cap is reached."""
+        """Logs that the connection limit is reached."""
         text = (
             f"proxy: {connections} connections are open, of --max-connections {self.limits.connections};"
             " those between requests are closed for new ones, and where there are none new requests get 503"
@@ -84,7 +84,7 @@ class Door:
 
 
 class _LastAnswer:
-    """The transport as uvicorn sees it for a connection's last answer: it ends when the request was read."""
+    """Transport that uvicorn sees for a connection's last answer: closes once the request was read."""
 
     def __init__(self, connection: Edge, transport: Any) -> None:
         self._connection = connection
@@ -98,14 +98,14 @@ class _LastAnswer:
 
 
 class Edge(HttpToolsProtocol):
-    """One connection. Bind it to a port's door with :func:`edge`."""
+    """One connection. Bind it to a port with :func:`edge`."""
 
     door: Door
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._buffer = bytearray()
-        self._searched = 0  # bytes of the buffer that are known to hold no end of a head
+        self._searched = 0  # bytes of the buffer already searched for the end of a head
         self._phase = HEAD
         self._left = 0
         self._chunks: Chunks | None = None
@@ -174,7 +174,7 @@ class Edge(HttpToolsProtocol):
             self._stalled = None
 
     def _watch_writing(self, before: int | None = None) -> None:
-        """Ends a connection whose client reads nothing. ``before``: bytes that waited for it a while ago."""
+        """Closes a connection whose client reads nothing. ``before``: bytes unsent a while ago."""
         waiting = self.transport.get_write_buffer_size()
         if before is not None and waiting >= before:
             self.transport.abort()
@@ -203,7 +203,7 @@ class Edge(HttpToolsProtocol):
             self._close()
 
     def _close(self) -> None:
-        """Ends the connection; what is written already still goes out, but not for ever."""
+        """Closes the connection; written data is still sent, within a deadline."""
         self._phase = OVER
         self.door.waiting.pop(self, None)
         self._unset_keepalive_if_required()
@@ -211,7 +211,7 @@ class Edge(HttpToolsProtocol):
         self._arm(self.door.stall_seconds, self.transport.abort)
 
     def timeout_keep_alive_handler(self) -> None:
-        """uvicorn's: nothing came for too long after an answer."""
+        """Called by uvicorn: idle for too long after an answer."""
         if not self.transport.is_closing():
             self._close()
 
@@ -229,7 +229,7 @@ class Edge(HttpToolsProtocol):
             self._refuse(error if isinstance(error, Refusal) else Refusal(400, str(error)))
 
     def _consume(self) -> None:
-        """Takes from the buffer what can be taken now."""
+        """Processes as much of the buffer as possible."""
         self._attempt(self._take)
 
     def _take(self) -> None:
@@ -237,14 +237,15 @@ class Edge(HttpToolsProtocol):
             pass
 
     def _whole_head(self, data: bytes) -> int:
-        """Where the head ends that ``data`` begins with, if it can be taken at once; else no more than 0."""
+        """Returns the end of the head at the start of ``data`` if it can be handled at once, else 0 or
+        less."""
         if self._busy or data[0] in b"\r\n":
             return 0
         found = data.find(b"\r\n\r\n", 0, self.door.limits.head_bytes)
         return found + 4 if found >= 0 else 0
 
     def _whole(self, data: bytes, end: int) -> None:
-        """The usual case: one read of the socket brings a request's head and its body."""
+        """Fast path: one socket read holds a request's head and body."""
         self._request(data[:end])
         rest = data[end:]
         if not rest:
@@ -256,7 +257,7 @@ class Edge(HttpToolsProtocol):
         self._take()
 
     def _step(self) -> bool:
-        """Whether something was taken. Raises ``Refusal`` and ``ChunkError``."""
+        """Returns whether anything was consumed. Raises ``Refusal`` and ``ChunkError``."""
         if self._phase is HEAD:
             return self._head()
         if self._phase is LENGTH:
@@ -287,7 +288,7 @@ class Edge(HttpToolsProtocol):
     def _body_over(self) -> None:
         if self._complete and self._phase is not OVER:
             self._phase = HEAD
-            if not self._busy:  # answered before its body was there
+            if not self._busy:  # answered before its body arrived
                 self._between()
                 self._arm(self.timeout_keep_alive, self._close)
 
@@ -316,7 +317,7 @@ class Edge(HttpToolsProtocol):
         return True
 
     def _check_beginning(self) -> None:
-        """Raises ``Refusal`` where the beginning of a head already exceeds the limits."""
+        """Raises ``Refusal`` if an incomplete head already exceeds the limits."""
         limits = self.door.limits
         if b"\r\n" not in self._buffer[: limits.uri_bytes + 64] and len(self._buffer) > limits.uri_bytes + 64:
             raise Refusal(414, f"the request's target has more than {limits.uri_bytes} bytes")
@@ -324,7 +325,7 @@ class Edge(HttpToolsProtocol):
             raise Refusal(431, f"the request's head has more than {limits.head_bytes} bytes")
 
     def _request(self, head: bytes) -> None:
-        """One whole head. Raises ``Refusal``."""
+        """Handles one complete head. Raises ``Refusal``."""
         limits = self.door.limits
         line = REQUEST_LINE.match(head)
         if line is None:
@@ -352,7 +353,7 @@ class Edge(HttpToolsProtocol):
             self._body_over()
 
     def _feed(self, data: bytes) -> None:
-        """Raises ``Refusal``."""
+        """Passes data to llhttp. Raises ``Refusal``."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserInvalidMethodError as error:
@@ -364,12 +365,13 @@ class Edge(HttpToolsProtocol):
     # llhttp's callbacks
 
     def on_message_begin(self) -> None:
-        """A head begins."""
+        """Called at the start of a head."""
         self._complete = False
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Finds how the body ends before uvicorn starts the application. llhttp refused contradictions."""
+        """Determines the body's framing before uvicorn starts the application. llhttp rejects
+        contradictions."""
         length, coding = 0, None
         for name, value in self.headers:
             if name == b"content-length":
@@ -383,9 +385,9 @@ class Edge(HttpToolsProtocol):
         if self._old:
             self.expect_100_continue = False
         super().on_headers_complete()
-        self.headers = []  # for trailers, which are no fields of the request
+        self.headers = []  # collects trailers, which are not request fields
         cycle: Any = self.cycle
-        cycle.gone = None  # what `Guard` wants called when the client goes away
+        cycle.gone = None  # callback set by `Guard` for a client disconnect
         if self._reserved:
             cycle.keep_alive = False
         transport: Any = self.transport if cycle.keep_alive else _LastAnswer(self, self.transport)
@@ -399,14 +401,14 @@ class Edge(HttpToolsProtocol):
         self._phase, self._chunks = CHUNKED, Chunks(self.door.limits.head_bytes)
 
     def on_message_complete(self) -> None:
-        """The body is there."""
+        """Called when the body is complete."""
         self._complete = True
         super().on_message_complete()
 
     # answers
 
     def on_response_complete(self) -> None:
-        """An answer is written: on to the next request."""
+        """Called when an answer is written: continues with the next request."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._close()
@@ -418,7 +420,7 @@ class Edge(HttpToolsProtocol):
             self._arm(REST, self._close)
 
     def _between(self) -> None:
-        """No request is under way."""
+        """Marks the connection as idle."""
         if self._timer is not None:
             self._disarm()
         self.door.waiting[self] = None
@@ -429,7 +431,7 @@ class Edge(HttpToolsProtocol):
             gone()
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answers and ends the connection. Where an answer has begun, the connection ends with it."""
+        """Sends the refusal and closes; if an answer has begun, only closes."""
         self.door.refused(self.client[0] if self.client else "-", refusal)
         self._phase = OVER
         if self.transport.is_closing():
@@ -439,21 +441,21 @@ class Edge(HttpToolsProtocol):
             if cycle.response_started:
                 cycle.keep_alive = False
                 return
-            cycle.disconnected = True  # what its application says is not sent any more
+            cycle.disconnected = True  # discard further output of its application
             cycle.message_event.set()
             self._tell_gone()
         self.transport.write(self._refusal_bytes(refusal))
         self._linger()
 
     def last_answered(self) -> None:
-        """The answer after which the connection ends is written."""
+        """Called when the connection's last answer is written."""
         if self._phase is LENGTH or self._phase is CHUNKED:
             self._linger()
         else:
             self.transport.close()
 
     def _linger(self) -> None:
-        """Ends the connection of a client that may still be sending: a reset would take its answer away."""
+        """Closes a connection whose client may still be sending: a reset would discard the answer."""
         self._phase = OVER
         self._buffer.clear()
         self.door.waiting.pop(self, None)
@@ -474,7 +476,7 @@ class Edge(HttpToolsProtocol):
 
 
 def edge(settings: ProxySettings) -> type[Edge]:
-    """The protocol class of one port."""
+    """Returns the protocol class for one port."""
 
     class Bound(Edge):
         door = Door(settings)

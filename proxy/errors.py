@@ -1,4 +1,4 @@
-"""How the proxy fails: one exception that carries the HTTP answer."""
+"""Errors of the proxy: one exception that carries the HTTP answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ JSON = b"application/json"
 
 
 def error_body(status: int, message: str, kind: str | None = None, param: str | None = None) -> bytes:
-    """An error as OpenAI's and vLLM's servers write it."""
+    """Formats an error as OpenAI's and vLLM's servers do."""
     if kind is None:
         kind = "BadRequestError" if status < 500 else "InternalServerError"
     error = {"message": message, "type": kind, "param": param, "code": status}
@@ -19,12 +19,12 @@ def error_body(status: int, message: str, kind: str | None = None, param: str | 
 
 
 def is_error(status: int) -> bool:
-    """Whether it is an error's status; engines and what stands before them may send any three digits."""
+    """Whether a status means an error; engines and their gateways may send any three digits."""
     return 400 <= status < 600
 
 
 class HttpFailure(Exception):
-    """A request's end: the answer that the client gets, or an event if its stream has begun."""
+    """Ends a request: the answer for the client, or an error event if its stream has begun."""
 
     def __init__(
         self, status: int, body: bytes, content_type: bytes = JSON, retry_after: bytes | None = None
@@ -39,12 +39,12 @@ class HttpFailure(Exception):
     def of(
         cls, status: int, message: str, *, kind: str | None = None, param: str | None = None
     ) -> HttpFailure:
-        """A failure of the proxy's own."""
+        """Creates a failure raised by the proxy itself."""
         retry_after = b"1" if status == 503 else None
         return cls(status, error_body(status, message, kind, param), retry_after=retry_after)
 
     def event(self) -> bytes:
-        """The failure as a server-sent event, in one line whatever the engine sent."""
+        """Formats the failure as a server-sent event, on one line whatever the engine sent."""
         try:
             value = decode_json(self.body)
         except msgspec.DecodeError:
@@ -56,14 +56,14 @@ class HttpFailure(Exception):
 
 
 class Refused(HttpFailure):
-    """A request that this proxy can't serve correctly, refused with 400."""
+    """The proxy cannot serve this request correctly (status 400)."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(400, error_body(400, message, param=param))
 
 
 class NoInstanceError(HttpFailure):
-    """No engine of a role takes requests."""
+    """No engine of a role is available."""
 
     def __init__(self, role: str) -> None:
         super().__init__(
@@ -72,7 +72,7 @@ class NoInstanceError(HttpFailure):
 
 
 class NoFitError(HttpFailure):
-    """There are engines of a role, but none that fits one of the other role."""
+    """No available engine of a role fits one of the other role."""
 
     def __init__(self, role: str) -> None:
         message = (
@@ -85,8 +85,8 @@ class NoFitError(HttpFailure):
 class UpstreamError(Exception):
     """A transport failure.
 
-    ``sent``: the engine may have seen the request. ``deadline``: it gave no answer in time. ``down``: probes
-    found it frozen or gone while it was at work. ``final``: another engine would do the same.
+    ``sent``: the engine may have seen the request. ``deadline``: no answer in time. ``down``: probes found
+    the engine frozen or gone during the request. ``final``: another engine would fail the same way.
     """
 
     status = 502
@@ -103,7 +103,7 @@ class UpstreamError(Exception):
 
 
 class ReceiveError(UpstreamError):
-    """Decode said why it didn't get a request's KV. ``failure``: ``ReceiveFailure``'s value."""
+    """Decode reported why it did not receive a request's KV. ``failure``: value of ``ReceiveFailure``."""
 
     type = "KVTransferError"
 

@@ -1,4 +1,4 @@
-"""Several children of one call side by side: prompt lists and ``n`` choices."""
+"""Runs the sub-requests of one call concurrently: prompt lists and ``n`` choices."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from vllm_kvoffload.proxy.generation import Generation, decoded_answer
 from vllm_kvoffload.proxy.merge import StreamMerger, merged_answer
 
 Pairs = Sequence[tuple[Child, Generation]]
-BYTES_AHEAD = 1 << 20  # of all children together, for a client that reads slowly
+BYTES_AHEAD = 1 << 20  # bytes buffered for all sub-requests when the client reads slowly
 
 
 async def _all(work: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Their results; the first failure cancels the others and is raised."""
+    """Returns all results; the first failure cancels the others and is raised."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -30,14 +30,14 @@ async def _all(work: Sequence[Awaitable[Any]]) -> list[Any]:
 
 
 class _Answers:
-    """The children's answers until all are there, of at most ``limit`` bytes together."""
+    """Collects the sub-requests' answers, up to ``limit`` bytes in total."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._size = 0
 
     async def whole(self, generation: Generation) -> dict[str, Any]:
-        """One child's."""
+        """Returns one sub-request's answer."""
         await generation.start()
         raw = await generation.answer()
         self._size += len(raw)
@@ -48,7 +48,8 @@ class _Answers:
 
 
 async def whole(children: Pairs, limit: int) -> bytes:
-    """The merged answer. Raises ``HttpFailure`` of the first child that fails, after ending the others."""
+    """Returns the merged answer. Raises ``HttpFailure`` of the first failing sub-request, after ending the
+    others."""
     answers = _Answers(limit)
     try:
         found = await _all([answers.whole(generation) for _, generation in children])
@@ -59,7 +60,7 @@ async def whole(children: Pairs, limit: int) -> bytes:
 
 
 class _Ahead:
-    """What children made and the client has not taken yet, up to ``BYTES_AHEAD``."""
+    """Buffers sub-requests' output until the client takes it, up to ``BYTES_AHEAD``."""
 
     def __init__(self) -> None:
         self._pieces: deque[tuple[Child, bytes]] = deque()
@@ -70,24 +71,25 @@ class _Ahead:
         self._some = asyncio.Event()
 
     async def room(self) -> None:
-        """Waits until a child may read on: before it reads, so that the rest stays in its connection."""
+        """Waits until a sub-request may read on. Call before reading, so that data stays in its
+        connection."""
         while self._size >= BYTES_AHEAD:
             self._room.clear()
             await self._room.wait()
 
     def put(self, child: Child, data: bytes) -> None:
-        """A child's events."""
+        """Adds a sub-request's events."""
         self._pieces.append((child, data))
         self._size += len(data)
         self._some.set()
 
     def end(self) -> None:
-        """There is nothing more."""
+        """Marks the end of all output."""
         self._ended = True
         self._some.set()
 
     async def get(self) -> tuple[Child, bytes] | None:
-        """The next events; None at the end."""
+        """Returns the next events; None at the end."""
         while not self._pieces:
             if self._ended:
                 return None
@@ -101,7 +103,7 @@ class _Ahead:
 
 
 async def stream(children: Pairs, write: Callable[[bytes], Awaitable[None]]) -> None:
-    """Writes the merged stream with its end. Raises ``HttpFailure`` like :func:`whole`."""
+    """Writes the merged stream to its end. Raises ``HttpFailure`` like :func:`whole`."""
     ahead = _Ahead()
 
     async def pump(child: Child, generation: Generation) -> None:

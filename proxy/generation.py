@@ -1,4 +1,4 @@
-"""One child's answer, whatever it takes: dispatches, retries, and the rest after a "recomputed"."""
+"""Produces one sub-request's answer: dispatches, retries, and continuations after a "recomputed"."""
 
 from __future__ import annotations
 
@@ -40,51 +40,51 @@ from vllm_kvoffload.proxy.recompute import (
 from vllm_kvoffload.proxy.usage import UsageFacts, rewrite_usage
 
 CACHED = b'"cached_tokens"'
-PARAMS = re.compile(rb'"kv_transfer_params"\s*:\s*[^n\s]')  # anything but null
+PARAMS = re.compile(rb'"kv_transfer_params"\s*:\s*[^n\s]')  # any value but null
 OPENING_LIMIT = 64 << 10  # bytes of a stream's opening that wait for its first output
-RETRIED_FAILURES = frozenset({"rendezvous", "prefill", "read", "deadline"})  # at most once
-TOKENIZERS = 2  # engines that are asked for a text's token ids
-RETRIES_WHERE_DOWN = 2  # dispatches after an engine that froze: a request may be what freezes them
+RETRIED_FAILURES = frozenset({"rendezvous", "prefill", "read", "deadline"})  # retried at most once
+TOKENIZERS = 2  # number of engines asked to tokenize a text
+RETRIES_WHERE_DOWN = 2  # dispatches after an engine froze: the request may be the cause
 
 
 class Generation:
-    """``start``, then ``read`` until it is empty for a stream, or ``answer``; ``close`` in the end.
+    """Call ``start``, then ``read`` until empty for a stream, or ``answer``; finally ``close``.
 
-    A failure before the client saw output leads to a new dispatch, as a whole and with a new id. After that
-    nothing is sent twice: the failure ends the answer.
+    A failure before the client saw output starts a new dispatch of the whole request with a new id. After
+    that nothing is sent twice: a failure ends the answer.
     """
 
     def __init__(self, route: Route, child: Child) -> None:
         self._route = route
         self._core = route.core
         self._first = child  # as the client asked
-        self._child = child  # as the current dispatch asks
+        self._child = child  # as currently dispatched
         self._dispatch: Dispatch | None = None
         self._buffer = sse.EventBuffer()
         self._transcript = Transcript(route.kind)
         self._identity = Identity()
-        self._seen = False  # the client has output
-        self._delivered = False  # the client has output of the current dispatch
+        self._seen = False  # the client has received output
+        self._delivered = False  # the client has received output of the current dispatch
         self._opening: list[bytes] = []  # a chat's events before its output
-        # Where the client's own stop string is the engine's mark, nothing says which of the two it was.
+        # If the client's own stop string equals the engine's mark, the two cannot be told apart.
         self._own_stop = stops_at_mark(child.body)
         self._push: Callable[[bytes], bool] | None = None
         self._made_tokens = 0  # in earlier dispatches
-        self._offset = 0  # characters made in earlier dispatches
+        self._offset = 0  # characters produced in earlier dispatches
         self._recomputes = 0
         self._retries = route.core.settings.max_retries
-        # Retries of a request that an engine may have worked on: it may be what kills it.
+        # Retries of a request that an engine may have started: the request may be what crashes engines.
         self._after_send = 1
         self._after_down = RETRIES_WHERE_DOWN
         self._last_error: UpstreamError | None = None
 
     def close(self) -> None:
-        """Ends what is still running."""
+        """Cancels running work."""
         if self._dispatch is not None:
             self._dispatch.close()
 
     async def start(self) -> None:
-        """Until decode accepted the request. Raises ``HttpFailure``."""
+        """Returns when decode has accepted the request. Raises ``HttpFailure``."""
         while True:
             self.close()
             self._dispatch = Dispatch(self._route, self._child, fresh=self._last_error is not None)
@@ -97,12 +97,12 @@ class Generation:
             except UpstreamError as error:
                 await self._may_retry(error)
             except (NoInstanceError, NoFitError) as error:
-                if isinstance(self._last_error, ReceiveError):  # which says why there is no other engine left
+                if isinstance(self._last_error, ReceiveError):  # it explains why no other engine is left
                     raise self._failure(self._last_error) from error
                 raise
 
     async def _may_retry(self, error: UpstreamError) -> None:
-        """Returns where another dispatch may be tried. Raises ``HttpFailure``."""
+        """Returns if another dispatch may be tried. Raises ``HttpFailure`` otherwise."""
         assert self._dispatch is not None
         worked_on = error.sent and not self._dispatch.blame(error)
         self._dispatch.close()
@@ -129,14 +129,15 @@ class Generation:
     # streams
 
     def push_to(self, push: Callable[[bytes], bool]) -> None:
-        """From the second piece on ``push`` gets, outside any task, what :meth:`read` would return.
+        """After the first piece, ``push`` receives, outside any task, the data that :meth:`read` would
+        return.
 
-        What ``push`` can't take now it returns False for: that comes by :meth:`read`, and nothing before it.
+        ``push`` returns False for data it cannot take now; :meth:`read` then delivers it first.
         """
         self._push = push
 
     def _take(self, data: bytes) -> bool:
-        """The connection's taker: passes on what needs no second look. This is per token."""
+        """Passes on data that needs no inspection; called by the connection, per token."""
         assert self._push is not None
         if MARK in data or CACHED in data or not self._buffer.passes(data) or not self._push(data):
             return False
@@ -144,10 +145,10 @@ class Generation:
         return True
 
     async def read(self) -> bytes:
-        """Whole events, at least one; empty at the end. Raises ``HttpFailure``."""
+        """Returns one or more whole events; empty at the end. Raises ``HttpFailure``."""
         while data := await self._piece():
             if MARK in data and (split := self._split_at_recomputed(data)) is not None:
-                if data := await self._go_on(*split):  # of the dispatch before the current one
+                if data := await self._go_on(*split):  # from the dispatch before the current one
                     self._seen = True
                     return data
                 continue
@@ -160,9 +161,9 @@ class Generation:
         return b""
 
     async def _piece(self) -> bytes:
-        """Whole events of an engine's answer, the first with its output; empty at the end.
+        """Returns whole events of an engine's answer, the first with its output; empty at the end.
 
-        Where a dispatch fails before output, they are those of the next one.
+        If a dispatch fails before output, they are from the next one.
         """
         while True:
             assert self._dispatch is not None
@@ -199,10 +200,11 @@ class Generation:
             raise HttpFailure.of(502, f"decode sent no events: {error}", kind="UpstreamError") from error
 
     async def _opens(self, data: bytes) -> bool:
-        """Whether the stream goes on to its first output; what says only who speaks waits for it.
+        """Whether the stream continues with its first output; events that only name the role are held
+        back.
 
-        vLLM names the role in an event of its own before it looks whether the request failed. Raises that
-        failure, which is the first event then, or the second.
+        vLLM sends the role in an event of its own before it checks whether the request failed. Raises that
+        failure, which is then the first or second event.
         """
         assert self._dispatch is not None
         for payload in sse.payloads(data):
@@ -224,19 +226,20 @@ class Generation:
         return HttpFailure(status, dispatch.hidden(msgspec.json.encode(event)))
 
     def _split_at_recomputed(self, data: bytes) -> tuple[bytes, dict[str, Any], bytes] | None:
-        """What is before the giving-up event, it, what is after; None where only the text says the word."""
+        """Splits around a "recomputed" event: before, event, after. None if only the text contains the
+        word."""
         if self._own_stop:
             return None
         events = list(sse.split(data))
         for index, raw in enumerate(events):
-            if MARK in raw:  # a text may have the word too
+            if MARK in raw:  # ordinary text may contain the word too
                 event = sse.parse(next(sse.payloads(raw), b""))
                 if event is not None and is_recomputed(event):
                     return b"".join(events[:index]), event, b"".join(events[index + 1 :])
         return None
 
     async def _go_on(self, before: bytes, event: dict[str, Any], after: bytes) -> bytes:
-        """Starts the dispatch of the rest. What is left to send of the old one is returned."""
+        """Starts the dispatch of the remainder. Returns unsent output of the old one."""
         usage = await self._rest_of_usage(event, after)
         self._transcript.add(before)
         words = last_words(event)
@@ -250,7 +253,7 @@ class Generation:
         return before if await self._continue(usage) else b""
 
     async def _rest_of_usage(self, event: dict[str, Any], after: bytes) -> dict[str, Any] | None:
-        """Usage of the dispatch that gave up, from the events at its end."""
+        """Usage of the dispatch that gave up, from its final events."""
         assert self._dispatch is not None
         parts, size = [after], 0
         try:
@@ -289,9 +292,10 @@ class Generation:
     # re-dispatch
 
     async def _continue(self, usage: dict[str, Any] | None) -> bool:
-        """Starts the next dispatch: of the rest, or of all where nothing was seen and no rest can be made.
+        """Starts the next dispatch: a continuation, or the whole request if no output was sent and it
+        cannot be continued.
 
-        Returns whether it is of the rest, so that what was made so far counts.
+        Returns whether it is a continuation, so that earlier output counts.
         """
         self._recomputes += 1
         self._route.trace.recomputes += 1
@@ -319,7 +323,7 @@ class Generation:
         return continues
 
     async def _count_tokens(self, usage: dict[str, Any] | None) -> tuple[int, list[int] | None]:
-        """How many tokens were made in all dispatches, and their ids where the prompt needs them."""
+        """Returns the tokens generated in all dispatches, with their ids if the prompt needs them."""
         if not self._transcript.text:
             return 0, None
         ids = self._transcript.token_ids
@@ -333,7 +337,7 @@ class Generation:
         return counted, ids if need_ids else None
 
     async def _tokenized(self, text: str) -> list[int] | None:
-        """The ids of ``text``, from a decode engine's /tokenize; None where there is none."""
+        """Returns the ids of ``text`` from a decode engine's /tokenize, None if unavailable."""
         own = self._dispatch.decode_address if self._dispatch is not None else None
         others = [i.address for i in self._core.decoders.available(time.monotonic()) if i.address != own]
         asked = {"prompt": text, "add_special_tokens": False}
@@ -355,7 +359,7 @@ class Generation:
     # whole answers
 
     async def answer(self) -> bytes:
-        """The whole answer's body. Raises ``HttpFailure``."""
+        """Returns the complete answer's body. Raises ``HttpFailure``."""
         earlier: dict[str, Any] | None = None
         while True:
             raw = await self._whole()
@@ -377,7 +381,7 @@ class Generation:
                 return msgspec.json.encode(answer)
             self._transcript.add_choice(answer["choices"][0])
             usage = answer.get("usage")
-            if isinstance(usage, dict):  # which has all tokens already, and those of this dispatch are wanted
+            if isinstance(usage, dict):  # counts all tokens, but this dispatch's are wanted
                 reported = usage.get("completion_tokens")
                 reported = reported if isinstance(reported, int) else 0
                 usage = {**usage, "completion_tokens": reported - self._made_tokens}
@@ -398,7 +402,7 @@ class Generation:
 
 
 def decoded_answer(raw: bytes) -> dict[str, Any]:
-    """Decode's answer that isn't streamed. Raises ``HttpFailure`` for what is no JSON object."""
+    """Parses decode's unstreamed answer. Raises ``HttpFailure`` if it is not a JSON object."""
     try:
         answer = decode_json(raw)
     except msgspec.DecodeError as error:

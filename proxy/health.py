@@ -1,4 +1,4 @@
-"""Active probes: GET /health of every engine, beside the requests, each engine by a task of its own."""
+"""Active probes: GET /health of every engine, each by a task of its own."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from vllm_kvoffload.proxy.core import Core, logger
 from vllm_kvoffload.proxy.errors import UpstreamError
 from vllm_kvoffload.proxy.settings import PROBE_JITTER, Address
 
-LATE = 1.25  # times a probe's deadline
-LOOK_SECONDS = 0.5  # how often engines that were added or removed are looked for
+LATE = 1.25  # multiple of a probe's deadline
+LOOK_SECONDS = 0.5  # interval of checks for added or removed engines
 
 
 class Prober:
-    """Probes each engine every ``probe_interval`` seconds; 0 is never.
+    """Probes each engine every ``probe_interval`` seconds; 0 disables probing.
 
-    An engine is down after two failed probes in a row. Where there was no answer at all, it is frozen or cut
-    off, and no call under way will end: those are cut off too, so that their requests go elsewhere. An engine
-    that refuses connections, or says itself that it isn't well, may still finish what it has: it is only not
-    chosen any more.
+    Two failed probes in a row mark an engine as down. Without any answer it is frozen or unreachable and
+    no running call will end, so those are cut off and their requests go elsewhere. An engine that refuses
+    connections or reports itself unhealthy may still finish its work: it only gets no new requests.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
 
     def start(self) -> None:
-        """Probes from now on, until the core is closed."""
+        """Starts probing, until the core is closed."""
         if self._core.settings.probe_interval > 0:
             self._core.spawn(self._run())
 
@@ -52,7 +51,7 @@ class Prober:
         while True:
             try:
                 well = await self.probe(instance)
-            except Exception:  # whatever it is, the next probe comes
+            except Exception:  # any error: the next probe follows
                 well = False
                 self._core.metrics.loop_errors.inc()
                 logger.exception("proxy: probing %s engine %s", instance.role, instance.address)
@@ -61,7 +60,7 @@ class Prober:
             await asyncio.sleep(settings.probe_again if again else pause)
 
     async def probe(self, instance: Instance) -> bool:
-        """One probe; whether it was good. An engine that comes or goes is logged."""
+        """Runs one probe; returns whether it succeeded. Changes of an engine's state are logged."""
         core, address, seconds = self._core, instance.address, self._core.settings.deadlines.probe
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -74,12 +73,12 @@ class Prober:
         except UpstreamError as error:
             silent = error.deadline or isinstance(error.__cause__, asyncio.TimeoutError)
             reason = str(error)
-        except Exception as error:  # a probe that can't be made is a failed one
+        except Exception as error:  # a probe that cannot be sent has failed
             core.metrics.loop_errors.inc()
             reason = repr(error)
-        late = clock() - began > LATE * seconds  # it was this process that stood still
+        late = clock() - began > LATE * seconds  # this process was stalled
         if silent and (late or core.client.heard_since(address, began)):
-            return False  # or the engine is at work, only its /health is slow: asked again soon, not counted
+            return False  # or the engine is busy and only its /health is slow: repeat soon, do not count
         was_down = instance.health.down
         instance.health.probed(ok=status == 200)
         if instance.health.down and not was_down:
@@ -98,10 +97,10 @@ class Prober:
         return status == 200
 
     async def _status(self, address: Address, seconds: float) -> int:
-        """Of GET /health. Raises ``UpstreamError``, ``asyncio.TimeoutError``."""
+        """Returns the status of GET /health. Raises ``UpstreamError``, ``asyncio.TimeoutError``."""
         work = asyncio.create_task(self._core.control(address, "GET", "/health", seconds=seconds))
         try:
-            # Not wait_for, which swallows a cancellation in the moment of the answer: a watch must end by it.
+            # Not wait_for, which can swallow a cancellation as the answer arrives: a watch must end by it.
             await asyncio.wait({work}, timeout=seconds)
             if not work.done():
                 raise asyncio.TimeoutError
@@ -110,7 +109,7 @@ class Prober:
             work.cancel()
 
     def _cut_off(self, instance: Instance, reason: str) -> None:
-        """Also while it stays down: a call may have been on its way there when that was found."""
+        """Ends running calls, repeatedly while the engine is down: one may have started just before."""
         address = instance.address
         ended = self._core.client.fail(address, f"{instance.role} engine {address} is down: {reason}")
         if ended:

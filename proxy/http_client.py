@@ -1,8 +1,8 @@
-"""A lean HTTP/1.1 client for engines: keep-alive, streamed answers, a deadline on every wait.
+"""A lean HTTP/1.1 client for engines: keep-alive, streamed answers, a deadline for every wait.
 
-Each connection is an asyncio protocol over llhttp's parser (httptools). What one read of the socket brings is
-handed over as one piece, however many chunks it has: a relay's cost is per piece. A piece that a reader waits
-for goes to the connection's `taker` first, if it has one: what that takes needs no task to be woken.
+Each connection is an asyncio protocol over llhttp's parser (httptools). The data of one socket read is
+passed on as one piece, however many chunks it has: a relay's cost is per piece. A piece that a reader
+awaits is offered to the connection's `taker` first, if any: data it accepts wakes no task.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from vllm_kvoffload.proxy.settings import Address
 logger = get_logger(__name__)
 
 Headers = list[tuple[bytes, bytes]]
-KEEP_IDLE = 3.0  # seconds; less than uvicorn's 5, so that a reused connection is rarely one that is closing
-HIGH_WATER = 256 << 10  # bytes that wait for a slow client until reading stops
-HEAD_LIMIT = 64 << 10  # bytes of an answer's heads, "continue" and its like included, and of its trailers
+KEEP_IDLE = 3.0  # seconds; less than uvicorn's 5, so that a reused connection is rarely closing
+HIGH_WATER = 256 << 10  # bytes buffered for a slow client before reading stops
+HEAD_LIMIT = 64 << 10  # bytes of an answer's heads, including 1xx, and of its trailers
 KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
-LARGE = 64 << 10  # bytes of a request from which the writer waits until the engine took them
+LARGE = 64 << 10  # request size from which the writer waits for the engine to read
 
 
 def keep_alive(sock: Any) -> None:
-    """Turns on TCP's own probes, which end exchanges with a machine that restarted."""
+    """Turns on TCP keep-alive, which ends exchanges with a machine that restarted."""
     if sock is None:
         return
     with contextlib.suppress(OSError, AttributeError):
@@ -42,7 +42,7 @@ def keep_alive(sock: Any) -> None:
 
 
 class Connection(asyncio.Protocol):
-    """One connection and the exchange on it. Made and given back by :class:`Client`."""
+    """One connection and its current exchange. Created and taken back by :class:`Client`."""
 
     def __init__(self, client: Client, address: Address, loop: asyncio.AbstractEventLoop) -> None:
         self.address = address
@@ -65,11 +65,11 @@ class Connection(asyncio.Protocol):
         self._complete = False
         self._keep = False
         self._paused = False
-        self._behind = False  # reading was paused at the last tick: what comes may have been sent long ago
+        self._behind = False  # reading was paused at the last tick: buffered data may be old
         self._error: Exception | None = None
         self._parts: list[bytes] = []
         self._size = 0
-        self._bare = 0  # bytes that brought no body since the last that did: heads, trailers
+        self._bare = 0  # bytes without body since the last body data: heads, trailers
         self.high_water = HIGH_WATER
         self._waiter: asyncio.Future[None] | None = None
         self.taker: Callable[[bytes], bool] | None = None
@@ -104,7 +104,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.touched = True
         if self._complete:
-            self._abort()  # nothing asked for this; the next request must not take it for its answer
+            self._abort()  # unsolicited data must not become the next request's answer
             return
         before = self._size
         try:
@@ -113,13 +113,13 @@ class Connection(asyncio.Protocol):
             if not self._complete:
                 self._end(f"{self.address} sent no HTTP: {error}")
                 return
-            self._keep = False  # the answer stands, whatever follows it
+            self._keep = False  # the answer stands, but the connection cannot be reused
         if self._started and self._drained is not None and not self._drained.done():
-            self._drained.set_result(None)  # it answers early: it may not read the rest of the request
+            self._drained.set_result(None)  # early answer: the engine may not read the rest of the request
         if self._size != before:
             self._bare = 0
         elif not self._complete:
-            # The parser keeps a field until its end; no answer has more of what isn't its body.
+            # The parser buffers a field until its end; no valid answer has more non-body data.
             self._bare += len(data)
             if self._bare > HEAD_LIMIT:
                 self._end(f"{self.address} sent more than {HEAD_LIMIT} bytes of header fields")
@@ -130,7 +130,7 @@ class Connection(asyncio.Protocol):
                 if self.taker is not None and self._taken(self.taker):
                     return
             except Exception as error:
-                # The transport would print it and close; here the request gets its reason.
+                # The transport would log it and close; this way the request gets the reason.
                 logger.exception("proxy: passing on output of %s failed", self.address)
                 self._end(f"output of {self.address} could not be passed on: {error!r}")
                 return
@@ -140,7 +140,7 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _taken(self, taker: Callable[[bytes], bool]) -> bool:
-        """Whether all there is was taken, so that the reader may sleep on."""
+        """Whether the taker accepted all data, so that the reader need not wake."""
         parts = self._parts
         if parts:
             if not taker(parts[0] if len(parts) == 1 else b"".join(parts)):
@@ -159,12 +159,12 @@ class Connection(asyncio.Protocol):
         pass
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._started:  # trailers mean nothing here
+        if not self._started:  # trailers are ignored
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status < 200:  # "continue" and the like come before the answer
+        if status < 200:  # 1xx responses precede the answer
             self.headers = []
             return
         self.status = status
@@ -211,7 +211,7 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, request: bytes, *, first: float, idle: float) -> None:
-        """Writes a whole request. ``first`` and ``idle``: seconds until the answer, and between parts."""
+        """Writes a whole request. ``first`` and ``idle``: seconds until the answer, and between its parts."""
         if self._started:
             self._reset()
         if self._transport is None:
@@ -222,35 +222,36 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
 
     async def flushed(self) -> None:
-        """Waits until the engine took most of the request, began to answer, or the exchange failed."""
+        """Waits until the engine has read most of the request or begun to answer, or the exchange failed."""
         if self._drained is not None and self._error is None:
             await self._drained
 
     def tick(self, now: float) -> None:
-        """The client's clock: moves the deadline on after activity, fails the exchange past it."""
+        """Called by the client's clock: extends the deadline after activity, fails the exchange past it."""
         if self.touched and self._started:
             self._heard(now)
             self.touched = False
             self.deadline = now + self._idle_timeout
         elif self._paused:
-            self.deadline = now + self._idle_timeout  # it is the reader who keeps the engine waiting
+            self.deadline = now + self._idle_timeout  # the reader is keeping the engine waiting
         elif now > self.deadline and not self._complete:
             self.fail(UpstreamError(f"{self.address} gave no answer in time", sent=True, deadline=True))
             self._abort()
         self._behind = self._paused
 
     def _heard(self, now: float) -> None:
-        """The engine is at work if bytes came since the last tick that did not wait for their reader."""
+        """Counts the engine as alive if data arrived since the last tick that was not delayed by the
+        reader."""
         if self.touched and self._started and not self._behind and not self._paused:
             self._client.heard[self.address] = now
 
     def expect_output(self, seconds: float) -> None:
-        """Allows ``seconds`` until the next part: a stream's first event comes long after its headers."""
+        """Allows ``seconds`` until the next part: a stream's first event may come long after its headers."""
         self.touched = False
         self.deadline = self._loop.time() + seconds
 
     def fail(self, error: Exception) -> None:
-        """Ends the exchange: ``start`` and ``read`` raise ``error`` after what was received before it."""
+        """Ends the exchange: ``start`` and ``read`` raise ``error`` after delivering earlier data."""
         if self._error is None and not self._complete:
             self._error = error
             self._wake()
@@ -264,14 +265,14 @@ class Connection(asyncio.Protocol):
             await self._wait()
 
     async def read(self) -> bytes:
-        """The next piece of the body; empty at its end. Raises ``UpstreamError``."""
+        """Returns the next piece of the body; empty at its end. Raises ``UpstreamError``."""
         parts = self._parts
         while not parts:
             if self._error is not None:
                 raise self._error
             if self._complete:
                 return b""
-            self._waiter = self._loop.create_future()  # as in _wait, without a call: this is per token
+            self._waiter = self._loop.create_future()  # as in _wait, inlined: this runs per token
             try:
                 await self._waiter
             finally:
@@ -285,7 +286,7 @@ class Connection(asyncio.Protocol):
         return data
 
     async def read_all(self, limit: int) -> bytes:
-        """The whole body. Raises ``UpstreamError``, also where it is larger than ``limit`` bytes."""
+        """Returns the whole body. Raises ``UpstreamError``, also if it is larger than ``limit`` bytes."""
         parts, size = [], 0
         while data := await self.read():
             size += len(data)
@@ -296,13 +297,13 @@ class Connection(asyncio.Protocol):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def header(self, name: bytes, default: bytes = b"") -> bytes:
-        """The first value of a header; ``name`` in lower case."""
+        """Returns the first value of a header; ``name`` in lower case."""
         return next((value for key, value in self.headers if key == name), default)
 
     def close(self) -> None:
-        """Ends the exchange: an engine that is still answering sees its client go."""
+        """Ends the exchange: an engine that is still answering sees a disconnect."""
         self.taker = None
-        self._heard(self._loop.time())  # a short answer is over before any tick sees it
+        self._heard(self._loop.time())  # a short answer ends before any tick
         whole = self._complete and self._keep and not self._parts and self._drained is None
         self._client.give_back(self, reusable=whole)
 
@@ -314,7 +315,7 @@ class Connection(asyncio.Protocol):
 def request_bytes(
     method: str, path: str, authority: str, headers: Sequence[tuple[str, str]], body: bytes
 ) -> bytes:
-    """A whole request. Raises ``ValueError`` for a header with a line end in it."""
+    """Formats a whole request. Raises ``ValueError`` for a header with a line end in it."""
     lines = [f"{method} {path} HTTP/1.1", f"host: {authority}"]
     for name, value in headers:
         lines.append(f"{name}: {value}")
@@ -328,7 +329,7 @@ def request_bytes(
 
 
 class Client:
-    """Connections to all engines. Belongs to one event loop; :meth:`open` before use."""
+    """Connections to all engines. Belongs to one event loop; call :meth:`open` before use."""
 
     def __init__(self, connect_timeout: float, tick: float = 0.5, tls: ssl.SSLContext | None = None) -> None:
         self._tls = tls
@@ -338,21 +339,21 @@ class Client:
         self._busy: set[Connection] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._each_tick: list[Callable[[float], None]] = []
-        self.heard: dict[Address, float] = {}  # when bytes of an answer under way were last seen
+        self.heard: dict[Address, float] = {}  # when data of a running answer was last seen
         self.tick_errors = 0
 
     def open(self) -> None:
-        """Starts the clock of deadlines."""
+        """Starts the clock for deadlines."""
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(self._tick_seconds, self._tick)
 
     def on_tick(self, call: Callable[[float], None]) -> None:
-        """``call`` gets the loop's time at every tick: a clock for other deadlines."""
+        """Registers ``call``, which gets the loop's time at every tick: a clock for other deadlines."""
         self._each_tick.append(call)
 
     @property
     def connections(self) -> tuple[int, int]:
-        """Busy ones and idle ones."""
+        """Numbers of busy and idle connections."""
         return len(self._busy), sum(len(queue) for queue in self._idle.values())
 
     async def request(
@@ -367,13 +368,13 @@ class Client:
         idle: float,
         fresh: bool = False,
     ) -> Connection:
-        """Sends a request; the answer is read from the connection, which must be closed in the end.
+        """Sends a request; read the answer from the connection, and close it in the end.
 
-        ``fresh``: never on a connection that was used before. Raises ``UpstreamError``.
+        ``fresh``: use a new connection. Raises ``UpstreamError``.
         """
         try:
             message = request_bytes(method, path, address.authority, headers, body)
-        except UnicodeError as error:  # of a host that was never checked
+        except UnicodeError as error:  # from a host that was never validated
             raise UpstreamError(f"no connection to {address}: {error}", sent=False) from error
         connection = None if fresh else self._take(address)
         if connection is None:
@@ -390,7 +391,7 @@ class Client:
         return connection
 
     async def reach(self, address: Address) -> None:
-        """Makes sure that an engine accepts connections; the next request uses this one.
+        """Checks that an engine accepts connections; the next request uses this connection.
 
         Raises ``UpstreamError``.
         """
@@ -423,12 +424,12 @@ class Client:
         except asyncio.TimeoutError as error:
             raise UpstreamError(f"no connection to {address}: no answer in time", sent=False) from error
         except Exception as error:
-            # The resolver has more ways to refuse a name than OSError: UnicodeError, ValueError.
+            # The resolver may also reject a name with UnicodeError or ValueError.
             raise UpstreamError(f"no connection to {address}: {error or repr(error)}", sent=False) from error
         return connection
 
     def give_back(self, connection: Connection, *, reusable: bool) -> None:
-        """Ends an exchange; a connection that can't be used again is closed."""
+        """Ends an exchange; closes the connection if it cannot be reused."""
         if connection not in self._busy:
             return
         self._busy.discard(connection)
@@ -439,12 +440,12 @@ class Client:
             connection.abort()
 
     def forget(self, address: Address) -> None:
-        """Closes the idle connections to an engine that went away."""
+        """Closes idle connections to an engine that was removed."""
         for connection in self._idle.pop(address, ()):
             connection.abort()
 
     def fail(self, address: Address, reason: str) -> int:
-        """Ends every exchange with an engine that probes found to be down; their number."""
+        """Fails every exchange with an engine that probes found down; returns their number."""
         ended = [c for c in self._busy if c.address == address]
         for connection in ended:
             connection.fail(UpstreamError(reason, sent=True, down=True))
@@ -454,7 +455,7 @@ class Client:
         return len(ended)
 
     def heard_since(self, address: Address, since: float) -> bool:
-        """Whether an answer under way brought bytes after ``since`` (the loop's time), seen at a tick."""
+        """Whether a running answer received data after ``since`` (loop time), as of the last tick."""
         return self.heard.get(address, float("-inf")) - self._tick_seconds > since
 
     def _tick(self) -> None:
@@ -464,7 +465,7 @@ class Client:
         for call in (*calls, self._drop_old, *self._each_tick):
             try:
                 call(now)
-            except Exception:  # one that fails must not take the others' clock away
+            except Exception:  # one failing callback must not stop the others' clock
                 self.tick_errors += 1
                 if self.tick_errors.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
                     logger.exception("proxy: a tick failed, %d so far", self.tick_errors)

@@ -1,4 +1,4 @@
-"""JSON from outside. No I/O."""
+"""Parses JSON from untrusted sources. No I/O."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import msgspec
 
-SMALL = 64 << 10  # bytes of a text that is small whatever values are in it
-DEEPEST = 512  # levels; Python's own limit depends on its version, and on how deep the caller is
-SHORT = 64 << 10  # bytes of a text in which no number takes long to read
-DIGITS = 100  # of a number in a longer one: the time to read and write it grows with their square
+SMALL = 64 << 10  # size below which a text is small, whatever its values
+DEEPEST = 512  # levels; Python's own limit depends on its version and the caller's stack depth
+SHORT = 64 << 10  # size below which no number takes long to parse
+DIGITS = 100  # of a number in a longer text: parsing and writing time is quadratic
 _TWO_DIGITS = re.compile(rb"[0-9]{2}")
 _MANY_DIGITS = re.compile(rb"[0-9]{%d,}" % DIGITS)
 
 
 def _has_long_number(raw: bytes) -> bool:
-    """Whether there are so many digits in a row outside strings. Linear in ``raw``, whatever it is."""
-    if len(raw) <= SHORT or not _TWO_DIGITS.search(raw[:: DIGITS // 2]):  # a quick look first
+    """Whether more than ``DIGITS`` digits follow each other outside strings. Linear time for any ``raw``."""
+    if len(raw) <= SHORT or not _TWO_DIGITS.search(raw[:: DIGITS // 2]):  # a quick check first
         return False
     plain = raw.replace(rb"\\", b"__").replace(rb"\"", b"__") if b"\\" in raw else raw
     quotes = at = 0
@@ -30,7 +30,7 @@ def _has_long_number(raw: bytes) -> bool:
 
 
 def decode_json(raw: bytes, kind: Any = Any) -> Any:
-    """The value. Raises ``msgspec.DecodeError``, also for what is nested too deeply to be written again."""
+    """Parses ``raw``. Raises ``msgspec.DecodeError``, also for nesting too deep to be written again."""
     if _has_long_number(raw):
         raise msgspec.DecodeError(f"JSON has a number of more than {DIGITS} digits")
     try:
@@ -45,7 +45,7 @@ def decode_json(raw: bytes, kind: Any = Any) -> Any:
 
 
 def json_bytes(raw: bytes) -> int:
-    """About the memory of a JSON text and of its values: a list of empty lists takes 20 times its text."""
+    """Estimates the memory of a JSON text with its values: a list of empty lists takes 20 times its text."""
     if len(raw) <= SMALL:
         return len(raw)
     return len(raw) + 64 * (raw.count(b"[") + raw.count(b",")) + 200 * raw.count(b"{")
@@ -56,7 +56,7 @@ def _too_deep() -> msgspec.DecodeError:
 
 
 def _deeper_than(value: object, limit: int) -> bool:
-    """Whether lists and objects are nested more than ``limit`` deep. Level by level, without recursion."""
+    """Whether lists and objects are nested more than ``limit`` deep. Iterative, level by level."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(limit):
         if not level:

@@ -1,4 +1,4 @@
-"""One answer out of several children's: prompt lists and ``n`` choices. No I/O."""
+"""Merges the sub-requests' answers into one: prompt lists and ``n`` choices. No I/O."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _usage(answer: Mapping[str, Any]) -> Usage:
 
 
 def merged_answer(children: Sequence[Child], answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The answer that isn't streamed; ``answers`` stand in the children's order."""
+    """Merges unstreamed answers; ``answers`` in the order of ``children``."""
     made = dict(answers[0])
     choices = []
     for child, answer in zip(children, answers, strict=True):
@@ -31,7 +31,7 @@ def merged_answer(children: Sequence[Child], answers: Sequence[Mapping[str, Any]
 
 
 class StreamMerger:
-    """The events of several children as one stream's."""
+    """Merges the events of several sub-requests into one stream."""
 
     def __init__(self) -> None:
         self.identity = Identity()
@@ -39,7 +39,7 @@ class StreamMerger:
         self._shape: dict[str, Any] = {}
 
     def events(self, child: Child, data: bytes) -> bytes:
-        """The client's events for whole events of ``child``. Usage and ``[DONE]`` wait for :meth:`end`."""
+        """Converts whole events of ``child`` for the client. Usage and ``[DONE]`` wait for :meth:`end`."""
         made = []
         for payload in sse.payloads(data):
             event = sse.parse(payload)
@@ -50,7 +50,7 @@ class StreamMerger:
             usage = event.get("usage")
             if isinstance(usage, dict):
                 self._usage[child.index] = (usage, child.counts_prompt)
-                event["usage"] = add_usage(self._usage.values())  # so far, as continuous usage has it
+                event["usage"] = add_usage(self._usage.values())  # so far, as in continuous usage
                 if not event.get("choices"):
                     self._shape = event
                     continue
@@ -60,7 +60,7 @@ class StreamMerger:
         return b"".join(made)
 
     def end(self) -> bytes:
-        """The end of the stream, with the sum of all usage where children ended with theirs."""
+        """Returns the stream's end, with the sum of usage if sub-requests reported theirs."""
         if not self._shape:
             return sse.DONE_EVENT
         return sse.event({**self._shape, "usage": add_usage(self._usage.values())}) + sse.DONE_EVENT

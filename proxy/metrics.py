@@ -1,4 +1,4 @@
-"""Prometheus metrics of one proxy. Per request, never per token."""
+"""Prometheus metrics of one proxy. Updated per request, never per token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POST_RESULTS = ("started", "repeated", "unknown", "refused")
 
 
 class _Instances(Collector):
-    """What the balancer knows, read when it is asked for."""
+    """The balancer's state, read at scrape time."""
 
     def __init__(self, pools: tuple[Pool, ...], now: Callable[[], float]) -> None:
         self._pools = pools
@@ -69,7 +69,7 @@ class Metrics:
         self._requests = Counter(
             f"{PREFIX}_requests", "Requests ended", ["endpoint", "status", "end"], registry=registry
         )
-        self._ended: dict[tuple[str, int, str], Counter] = {}  # the counter's children: labels() is slow
+        self._ended: dict[tuple[str, int, str], Counter] = {}  # cached counter children: labels() is slow
         self.running = 0
         Gauge(f"{PREFIX}_requests_running", "Requests under way", registry=registry).set_function(
             lambda: self.running
@@ -119,7 +119,7 @@ class Metrics:
         )
 
     def ended(self, path: str, status: int, end: str) -> None:
-        """Counts a request."""
+        """Counts a finished request."""
         key = path, status, end
         counter = self._ended.get(key)
         if counter is None:
@@ -127,5 +127,5 @@ class Metrics:
         counter.inc()
 
     def page(self) -> bytes:
-        """The text that Prometheus reads."""
+        """Returns the text for Prometheus."""
         return generate_latest(self._registry)

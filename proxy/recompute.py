@@ -1,7 +1,7 @@
-"""Going on after a decode engine gave a request up with ``stop_reason`` "recomputed". No I/O.
+"""Continues an answer after a decode engine gave it up with ``stop_reason`` "recomputed". No I/O.
 
-The engine had to drop the request's KV. Prefill is dispatched again with the prompt and what was made so far,
-and the client sees one answer: nothing twice, nothing missing.
+The engine had to drop the request's KV. Prefill is dispatched again with the prompt and the output so far,
+and the client sees one answer, without gaps or repetition.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ GRAMMARS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice"
 
 
 class CannotContinue(Exception):
-    """What was made so far can't be given to an engine as the start of the same answer."""
+    """The output so far cannot be passed to an engine as the start of the same answer."""
 
 
 def choices_of(event: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Its choices, whatever an engine sent."""
+    """Returns an event's choices; tolerates any shape."""
     choices = event.get("choices")
     return [c for c in choices if isinstance(c, dict)] if isinstance(choices, list) else []
 
 
 def is_recomputed(event: Mapping[str, Any]) -> bool:
-    """Whether this event or answer is the engine's giving up."""
+    """Whether this event or answer is the engine's "recomputed"."""
     return any(choice.get("stop_reason") == "recomputed" for choice in choices_of(event))
 
 
 def stops_at_mark(body: Mapping[str, Any]) -> bool:
-    """Whether the client's own stop strings have the engine's mark among them.
+    """Whether the client's own stop strings include the engine's mark.
 
-    vLLM reports the stop string that it met as ``stop_reason``, where an engine that gives up writes its
-    mark, both with ``finish_reason`` "stop".
+    vLLM reports a matched stop string as ``stop_reason``, and an engine that gives up writes its mark
+    there, both with ``finish_reason`` "stop".
     """
     stop = body.get("stop")
     return stop == "recomputed" or (isinstance(stop, list) and "recomputed" in stop)
 
 
 def is_opening(event: Mapping[str, Any]) -> bool:
-    """Whether a chat's event has no output yet: only who speaks."""
+    """Whether a chat event only names the role and has no output yet."""
     choices = choices_of(event)
     for choice in choices:
         delta = choice.get("delta")
@@ -58,14 +58,14 @@ def is_opening(event: Mapping[str, Any]) -> bool:
 
 
 class Transcript:
-    """What one child has made so far, from the events or answers of all its dispatches.
+    """A sub-request's output so far, from the events or answers of all its dispatches.
 
     Events are kept as bytes and parsed in batches: only a re-dispatch needs their text.
     """
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
-        self.first = b""  # the first events, which have the answer's id
+        self.first = b""  # the first events, which contain the answer's id
         self._raw: list[bytes] = []
         self._raw_bytes = 0
         self._text: list[str] = []
@@ -73,11 +73,11 @@ class Transcript:
         self._has_ids = True  # every piece of text came with its ids
         self._pieces = 0
         self._held = 0  # characters of the text
-        self.too_long = False  # for its text to be kept: the answer can't go on elsewhere
-        self.plain = True  # nothing but text: no tool call, no reasoning
+        self.too_long = False  # to be kept: the answer cannot be continued elsewhere
+        self.plain = True  # text only: no tool calls, no reasoning
 
     def add(self, events: bytes) -> None:
-        """Whole events, as they came."""
+        """Adds whole events as received."""
         self.first = self.first or events
         self._raw.append(events)
         self._raw_bytes += len(events)
@@ -97,7 +97,7 @@ class Transcript:
             self._text, self._token_ids, self._has_ids = [], [], False
 
     def add_choice(self, choice: Mapping[str, Any]) -> None:
-        """One choice of an event or of a whole answer."""
+        """Adds one choice of an event or of a complete answer."""
         if self.kind == "chat":
             part = choice.get("delta") or choice.get("message")
             part = part if isinstance(part, dict) else {}
@@ -118,24 +118,24 @@ class Transcript:
 
     @property
     def text(self) -> str:
-        """All text made so far."""
+        """Returns all text so far."""
         self._digest()
         return "".join(self._text)
 
     @property
     def token_ids(self) -> list[int] | None:
-        """The ids of all of it, where the engine sent them."""
+        """Returns the ids of all tokens so far, if the engine sent them."""
         self._digest()
         return list(self._token_ids) if self._has_ids else None
 
     @property
     def pieces(self) -> int:
-        """Events with text: a lower bound of the tokens."""
+        """Number of events with text: a lower bound of the tokens."""
         self._digest()
         return self._pieces
 
     def check_continues(self, body: Mapping[str, Any]) -> None:
-        """Raises ``CannotContinue``."""
+        """Raises ``CannotContinue`` if the answer cannot be continued."""
         self._digest()
         if self.too_long:
             raise CannotContinue(f"the answer so far has more than {TEXT_LIMIT} characters")
@@ -156,7 +156,7 @@ class Transcript:
 
 
 def _continued_messages(messages: object, body: Mapping[str, Any], text: str) -> list[Any]:
-    """The conversation with ``text`` at the end of its last assistant turn, made where there is none."""
+    """Returns the conversation with ``text`` appended to the last assistant turn, added if missing."""
     if not isinstance(messages, list) or not messages:
         raise CannotContinue("the request has no messages")
     last = messages[-1]
@@ -173,9 +173,10 @@ def _continued_messages(messages: object, body: Mapping[str, Any], text: str) ->
 def continued_body(
     kind: Kind, body: Body, text: str, tokens: int, token_ids: list[int] | None = None
 ) -> Body:
-    """The request for the rest of the answer. ``body``: the first dispatch's; ``tokens``: made so far.
+    """Builds the request for the rest of the answer. ``body``: of the first dispatch; ``tokens``:
+    generated so far.
 
-    ``token_ids`` of ``text`` are needed where the prompt is token ids. Raises ``CannotContinue``.
+    ``token_ids`` of ``text`` are required if the prompt is token ids. Raises ``CannotContinue``.
     """
     made = dict(body)
     if not text and not token_ids:
@@ -202,13 +203,13 @@ def continued_body(
 
 
 class Identity:
-    """``id`` and ``created`` of the first dispatch, which the whole answer has."""
+    """``id`` and ``created`` of the first dispatch, used for the whole answer."""
 
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {}
 
     def learn(self, event: Mapping[str, Any]) -> None:
-        """From the first event that has them."""
+        """Takes them from the first event that has them."""
         if not self.fields and "id" in event:
             self.fields = {key: event[key] for key in ("id", "created") if key in event}
 
@@ -216,9 +217,9 @@ class Identity:
 def continuation_event(
     event: dict[str, Any], identity: Identity, facts: UsageFacts, offset: int
 ) -> dict[str, Any] | None:
-    """An event of a later dispatch as a part of the first one's stream; None when nothing is left of it.
+    """Rewrites an event of a later dispatch for the first one's stream; None if nothing is left of it.
 
-    ``offset``: characters made before, for the text offsets of log probabilities.
+    ``offset``: characters generated before, for the text offsets of log probabilities.
     """
     event.update(identity.fields)
     for choice in choices_of(event):
@@ -236,7 +237,7 @@ def continuation_event(
 
 
 def last_words(event: dict[str, Any]) -> dict[str, Any] | None:
-    """What the giving-up event says besides: its text, as an ordinary event; None when it has none."""
+    """Returns the text in the "recomputed" event as an ordinary event; None if it has none."""
     kept = False
     for choice in choices_of(event):
         delta = choice.get("delta")
@@ -258,7 +259,7 @@ def _joined_logprobs(first: object, second: object, offset: int) -> object:
 
 
 def joined_answer(kind: Kind, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Two parts of one answer that isn't streamed. Usage is ``second``'s, corrected already."""
+    """Joins two parts of an unstreamed answer. Usage is ``second``'s, already corrected."""
     joined = dict(second)
     joined.update({key: first[key] for key in ("id", "created") if key in first})
     if not first.get("choices") or not second.get("choices"):

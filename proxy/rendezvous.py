@@ -1,9 +1,9 @@
-"""The meeting of decode and prefill through ``/v1/metaserver``. No I/O.
+"""The rendezvous of decode and prefill through ``/v1/metaserver``. No I/O.
 
-A decode engine that has room for a request's KV posts where to send it. The proxy made the request's id,
-which can't be guessed, and knows which posts to expect; nothing else may start a prefill. A post is answered
-when the prefill of its own request ended, as vLLM-Ascend's connector has it; it never waits for other posts,
-of which an engine has only a few at a time.
+A decode engine with room for a request's KV posts its address. The proxy generated the request's
+unguessable id and knows which posts to expect; nothing else can start a prefill. A post is answered when
+its own request's prefill has ended, as vLLM-Ascend's connector expects; it never waits for other posts, of
+which an engine has only a few at a time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from vllm_kvoffload.proxy.errors import Refused
 
 Kind = Literal["completion", "chat"]
 Message = dict[str, Any]
-Outcome = Future[str]  # of a prefill: empty, or what went wrong
+Outcome = Future[str]  # of a prefill: empty, or an error
 Start = Callable[[Message], Outcome]
 DIGEST = re.compile(r"[0-9a-fA-F]{1,128}")
-REASON_LIMIT = 2000  # characters of a notice's sentence that reach the client
+REASON_LIMIT = 2000  # characters of a notice's sentence shown to the client
 
-# Field -> accepted types; what isn't here is passed on to prefill as it came.
+# Field -> accepted types; other fields are passed on to prefill unchanged.
 REQUIRED: dict[str, tuple[type, ...]] = {
     "request_id": (str,),
     "remote_engine_id": (str,),
@@ -46,17 +46,17 @@ OPTIONAL: dict[str, tuple[type, ...]] = {
 
 
 def new_parent() -> str:
-    """What goes in ``X-Request-Id``: random, so that no two requests meet."""
+    """Returns a random value for ``X-Request-Id``, so that no two requests collide."""
     return os.urandom(16).hex()
 
 
 def external_id(kind: Kind, parent: str) -> str:
-    """The id that vLLM gives the only prompt of the request ``parent``."""
+    """Returns the id that vLLM gives the only prompt of the request ``parent``."""
     return f"chatcmpl-{parent}" if kind == "chat" else f"cmpl-{parent}-0"
 
 
 def decode_params(metaserver: str, failures: str) -> dict[str, Any]:
-    """``kv_transfer_params`` of the decode request."""
+    """Returns ``kv_transfer_params`` of the decode request."""
     return {
         "do_remote_decode": False,
         "do_remote_prefill": True,
@@ -66,13 +66,13 @@ def decode_params(metaserver: str, failures: str) -> dict[str, Any]:
 
 
 def digest_of(value: object) -> str:
-    """A layout's digest as an engine sent it; empty where it is none."""
+    """Validates a layout digest sent by an engine; returns "" if it is invalid."""
     return value.lower() if isinstance(value, str) and DIGEST.fullmatch(value) else ""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Why decode ended a request that it was receiving. ``failure``: ``ReceiveFailure``'s value."""
+    """Why decode ended a receive. ``failure``: value of ``ReceiveFailure``."""
 
     failure: str
     error: str
@@ -80,7 +80,7 @@ class Notice:
 
 
 def check_notice(message: object) -> tuple[str, Notice]:
-    """The request's id and the notice. Raises ``Refused``."""
+    """Returns the request's id and the notice. Raises ``Refused``."""
     if not isinstance(message, dict):
         raise Refused("a JSON object was expected")
     for name in ("request_id", "error", "failure"):
@@ -90,7 +90,7 @@ def check_notice(message: object) -> tuple[str, Notice]:
     return message["request_id"], Notice(message["failure"], message["error"][:REASON_LIMIT], layout)
 
 
-@functools.lru_cache(256)  # of few engines, each with every request
+@functools.lru_cache(256)  # few engines, each in every request
 def _check_host(host: str) -> None:
     try:
         canonical_host(host, scope=True)
@@ -99,7 +99,7 @@ def _check_host(host: str) -> None:
 
 
 def check_message(message: object) -> Message:
-    """The message, as prefill will get it. Raises ``Refused`` for missing fields and wrong types."""
+    """Validates a post for prefill. Raises ``Refused`` for missing fields and wrong types."""
     if not isinstance(message, dict):
         raise Refused("a JSON object was expected")
     for table, needed in ((REQUIRED, True), (OPTIONAL, False)):
@@ -134,19 +134,20 @@ class Meetings:
         return len(self._waiting)
 
     def expect(self, request_id: str, start: Start, failed: Callable[[Notice], None]) -> None:
-        """``start`` is called with the first good post for ``request_id``, once; ``failed`` with notices."""
+        """Registers a request: the first valid post calls ``start``, once; notices call ``failed``."""
         if request_id in self._waiting:
             raise ValueError(f"{request_id} is expected already")
         self._waiting[request_id] = start
         self._told[request_id] = failed
 
     def forget(self, request_id: str) -> None:
-        """Posts for ``request_id`` are unknown from now on."""
+        """Unregisters ``request_id``: its posts are unknown from now on."""
         self._waiting.pop(request_id, None)
         self._told.pop(request_id, None)
 
     def failed(self, message: object) -> Notice | None:
-        """Takes decode's notice; None for an id that isn't known. Raises ``Refused`` for a bad message."""
+        """Handles decode's notice; returns None for an unknown id. Raises ``Refused`` for an invalid
+        message."""
         request_id, notice = check_notice(message)
         told = self._told.get(request_id)
         if told is None:
@@ -155,9 +156,10 @@ class Meetings:
         return notice
 
     def post(self, message: object) -> tuple[Literal["started", "repeated", "unknown"], Outcome | None]:
-        """Takes one post. Raises ``Refused`` for a bad message, but only of a request that is known.
+        """Handles one post. Raises ``Refused`` for an invalid message, but only of a known request.
 
-        An engine repeats a post whose answer it didn't get; that starts nothing, and has the same outcome.
+        An engine repeats a post whose answer it did not get; a repeat starts nothing and shares the
+        outcome.
         """
         request_id = message.get("request_id") if isinstance(message, dict) else None
         if not isinstance(request_id, str) or request_id not in self._waiting:

@@ -1,8 +1,8 @@
-"""The prefill request made of a client's request, by one table.
+"""Derives the prefill request from a client's request, by one table.
 
-A prefill engine makes one token, which is never read: it is the most likely one, and parameters that shape
-output are left out. Those that shape the prompt stay, since both engines must see the same
-tokens: messages, tools, tool_choice, response_format, chat template arguments, truncation, cache_salt.
+A prefill engine generates one token, which is never read: sampling is greedy, and parameters that shape
+output are dropped. Parameters that shape the prompt stay, since both engines must see the same tokens:
+messages, tools, tool_choice, response_format, chat template arguments, truncation, cache_salt.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Any, Final
 
 
 class _Drop:
-    """Marks a key that prefill must not get."""
+    """Marks a key that prefill must not receive."""
 
 
 DROP: Final = _Drop()
 
-# Key -> what prefill gets instead. Keys that aren't here are passed on.
+# Key -> value for prefill. Other keys are passed on.
 PREFILL_TABLE: Final[Mapping[str, object]] = {
     "stream": False,
-    "stream_options": DROP,  # refused by vLLM without stream
+    "stream_options": DROP,  # rejected by vLLM without stream
     "n": 1,
     "best_of": DROP,
     "max_tokens": 1,
     "max_completion_tokens": 1,
-    "min_tokens": 1,  # above max_tokens it would be refused
+    "min_tokens": 1,  # rejected above max_tokens
     "echo": False,
     "logprobs": DROP,
-    "top_logprobs": DROP,  # refused without logprobs
+    "top_logprobs": DROP,  # rejected without logprobs
     "prompt_logprobs": DROP,
-    "logprob_token_ids": DROP,  # refused without logprobs
+    "logprob_token_ids": DROP,  # rejected without logprobs
     "return_token_ids": DROP,
     "return_tokens_as_token_ids": DROP,
     "thinking_token_budget": DROP,
@@ -44,12 +44,12 @@ PREFILL_TABLE: Final[Mapping[str, object]] = {
     "kv_transfer_params": DROP,
     "request_id": DROP,
 }
-# Set on every prefill request; the others above only replace a value that is there.
+# Set on every prefill request; the others above only replace existing values.
 ALWAYS: Final = frozenset({"stream", "max_tokens", "min_tokens", "temperature"})
 
 
 def prefill_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of the prefill request. ``body`` is not changed."""
+    """Builds the body of the prefill request. ``body`` is not changed."""
     made: dict[str, Any] = {}
     for key, value in body.items():
         replacement = PREFILL_TABLE.get(key, value)

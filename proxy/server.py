@@ -21,12 +21,12 @@ from vllm_kvoffload.proxy.core import logger
 from vllm_kvoffload.proxy.edge import edge
 from vllm_kvoffload.proxy.settings import ProxySettings
 
-HANDSHAKE = 10.0  # seconds of a client's TLS handshake
-GRACE = 5  # seconds for answers that are out, but not through, when the drain is over
+HANDSHAKE = 10.0  # seconds for a client's TLS handshake
+GRACE = 5  # seconds after the drain for answers that are not completely sent
 
 
 def _config(app: Any, host: str, port: int, settings: ProxySettings | None = None) -> uvicorn.Config:
-    """``settings``: where ``app`` isn't a ``ProxyApp``, which has its own."""
+    """``settings``: if ``app`` is not a ``ProxyApp``, which has its own."""
     settings = settings or app.settings
     assert settings is not None
     config = uvicorn.Config(
@@ -40,7 +40,7 @@ def _config(app: Any, host: str, port: int, settings: ProxySettings | None = Non
         access_log=False,
         log_config=None,
         server_header=False,
-        proxy_headers=False,  # the access log has who really called
+        proxy_headers=False,  # the access log shows the direct peer
         timeout_graceful_shutdown=GRACE,
         timeout_keep_alive=30,
         backlog=4096,
@@ -52,19 +52,19 @@ def _config(app: Any, host: str, port: int, settings: ProxySettings | None = Non
 
 
 class Loop(uvloop.Loop):
-    """uvloop with a short deadline for TLS handshakes: a connection isn't counted before."""
+    """uvloop with a short TLS handshake deadline: connections are not counted before it ends."""
 
     async def create_server(self, *arguments: Any, **options: Any) -> Any:
-        """As asyncio's."""
+        """Same as asyncio's."""
         if options.get("ssl") is not None:
             options["ssl_handshake_timeout"] = HANDSHAKE
         return await super().create_server(*arguments, **options)
 
 
 def raise_descriptor_limit(connections: int) -> None:
-    """Raises the soft limit of open files as far as it is needed and allowed; warns where that isn't enough.
+    """Raises the soft limit of open files as far as needed and allowed; warns if that is not enough.
 
-    A request has up to four descriptors: its client, decode, prefill, and decode's post.
+    A request uses up to four descriptors: its client, decode, prefill, and decode's post.
     """
     needed = 4 * connections + 256
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -86,7 +86,7 @@ def raise_descriptor_limit(connections: int) -> None:
 
 
 class _Lines(logging.Formatter):
-    """The usual lines; a second's text is made once. There is a line for every request."""
+    """The standard log format; formats each second's timestamp once, since every request logs a line."""
 
     _second = -1
     _text = ""
@@ -100,11 +100,11 @@ class _Lines(logging.Formatter):
 
 
 def _set_up_logging() -> None:
-    """Lines of ``INFO`` and above on stderr, without looking for what they don't have in them."""
+    """Logs ``INFO`` and above to stderr, without collecting unused record fields."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Lines("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    # As "Optimization" in Python's logging HOWTO has it: the caller, threads and processes of a line.
+    # As in "Optimization" of Python's logging HOWTO: caller, thread and process of a record.
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -113,7 +113,7 @@ def _set_up_logging() -> None:
 class ProxyServer(uvicorn.Server):
     """Drains on the first SIGTERM or SIGINT, stops on the second.
 
-    While it drains, decode engines can still post: requests under way may be waiting for their prefill.
+    While draining, decode engines can still post: running requests may await their prefill.
     """
 
     def __init__(self, app: ProxyApp) -> None:
@@ -122,7 +122,7 @@ class ProxyServer(uvicorn.Server):
         self._drain_until: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The signal handler."""
+        """Handles a signal."""
         if self._drain_until is None:
             self._drain_until = time.monotonic() + self._app.settings.deadlines.drain
             self._app.drain()
@@ -130,7 +130,7 @@ class ProxyServer(uvicorn.Server):
             super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn's clock, ten times a second."""
+        """Called by uvicorn's clock, ten times a second."""
         if self._drain_until is not None and not self.should_exit:
             overdue = time.monotonic() > self._drain_until
             if overdue:
@@ -140,7 +140,7 @@ class ProxyServer(uvicorn.Server):
 
 
 class _SideServer(uvicorn.Server):
-    """Some endpoints on a port of their own; signals are the other server's."""
+    """Serves some endpoints on a port of their own; the main server handles signals."""
 
     def __init__(self, app: ProxyApp, endpoint: Handler, port: int) -> None:
         async def side(scope: Scope, receive: Receive, send: Send) -> None:
@@ -154,7 +154,7 @@ class _SideServer(uvicorn.Server):
 
 
 async def serve(settings: ProxySettings) -> None:
-    """Serves until a signal. Raises ``SystemExit`` where a port is taken."""
+    """Serves until a signal. Raises ``SystemExit`` if a port is taken."""
     app = ProxyApp(settings)
     server = ProxyServer(app)
     app.start()
@@ -174,7 +174,7 @@ async def serve(settings: ProxySettings) -> None:
 
 
 def run(settings: ProxySettings) -> None:
-    """The process: logging, event loop, server."""
+    """Runs the process: logging, event loop, server."""
     _set_up_logging()
     logger.info(
         "proxy: %s, prefill %s, decode %s, decode engines post to %s",
@@ -183,7 +183,7 @@ def run(settings: ProxySettings) -> None:
         ", ".join(map(str, settings.decoders)) or "none yet",
         settings.metaserver_origin,
     )
-    # Requests make few cycles, and every token makes objects: the collector need not look so often.
+    # Requests create few cycles, and every token creates objects: collect garbage less often.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

@@ -1,4 +1,4 @@
-"""What the proxy is told at start-up: addresses, deadlines, limits. No I/O."""
+"""Start-up settings of the proxy: addresses, deadlines, limits. No I/O."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from vllm_kvoffload.hostnames import HostError, canonical_host
 from vllm_kvoffload.proxy.tls import EngineTls, Tls, TlsError
 
 METASERVER = "/v1/metaserver"
-PROBE_JITTER = 1.2  # the longest time between two probes, in intervals
+PROBE_JITTER = 1.2  # longest time between two probes, in intervals
 WILDCARDS = frozenset({"", "0.0.0.0", "::", "0:0:0:0:0:0:0:0", "*"})
 
 
 class SettingsError(ValueError):
-    """A setting that can't work; says which, and what to do."""
+    """An invalid setting; names it and the remedy."""
 
 
 @dataclass(frozen=True, order=True)
 class Address:
-    """Where an engine listens. ``host`` is a name, an IPv4 or a bare IPv6 address."""
+    """An engine's address. ``host`` is a name, an IPv4 or a bare IPv6 address."""
 
     host: str
     port: int
-    # ``host:port`` as URLs and Host headers have it, IPv6 in brackets. Made once: every request asks.
+    # ``host:port`` for URLs and Host headers, IPv6 in brackets. Built once: every request uses it.
     authority: str = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -42,7 +42,7 @@ class Address:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether ``host`` means "every interface", to which nothing can connect from elsewhere."""
+    """Whether ``host`` means "every interface", which other hosts cannot connect to."""
     bare = host.strip("[]")
     if bare in WILDCARDS:
         return True
@@ -53,7 +53,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def check_host(host: str, flag: str) -> str:
-    """``host`` without brackets. Raises ``SettingsError`` where it is neither a name nor an address."""
+    """Returns ``host`` without brackets. Raises ``SettingsError`` if it is neither a name nor an address."""
     try:
         canonical_host(host, scope=True)
     except HostError as error:
@@ -62,16 +62,16 @@ def check_host(host: str, flag: str) -> str:
 
 
 def check_port(port: int, flag: str) -> int:
-    """Raises ``SettingsError`` outside 1 to 65535."""
+    """Raises ``SettingsError`` for a port outside 1 to 65535."""
     if not 1 <= port <= 65535:
         raise SettingsError(f"{flag}: {port} is no port; expected 1 to 65535")
     return port
 
 
 def addresses(hosts: Sequence[str], ports: Sequence[int], role: str) -> tuple[Address, ...]:
-    """One address per pair. ``role`` is ``prefiller`` or ``decoder``, as in the flags.
+    """Returns one address per pair. ``role`` is ``prefiller`` or ``decoder``, as in the flags.
 
-    Raises ``SettingsError`` for lists of unequal length, duplicates and addresses that can't be called.
+    Raises ``SettingsError`` for lists of unequal length, duplicates and unusable addresses.
     """
     hosts_flag, ports_flag = f"--{role}-hosts", f"--{role}-ports"
     if len(hosts) != len(ports):
@@ -91,15 +91,15 @@ def addresses(hosts: Sequence[str], ports: Sequence[int], role: str) -> tuple[Ad
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds. Every wait of the proxy ends by one of these."""
+    """Deadlines in seconds. Every wait of the proxy has one of them."""
 
     connect: float = 5.0
     first_output: float = 600.0  # decode's answer or first streamed event: queueing, rendezvous and prefill
     idle: float = 300.0  # between two parts of an answer
-    answer: float = 3600.0  # a whole answer that isn't streamed
+    answer: float = 3600.0  # a complete unstreamed answer
     prefill: float = 600.0
     request_body: float = 60.0  # between two parts of the client's request
-    client_stall: float = 120.0  # a client that doesn't read
+    client_stall: float = 120.0  # a client that does not read
     control: float = 5.0  # /v1/models, /tokenize
     probe: float = 3.0  # GET /health of an engine
     drain: float = 600.0
@@ -108,12 +108,12 @@ class Deadlines:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on a client's requests and connections. Raises ``SettingsError`` for values that can't work."""
+    """Limits on a client's requests and connections. Raises ``SettingsError`` for invalid values."""
 
     head_bytes: int = 64 << 10  # request line and header fields
     head_fields: int = 200
     uri_bytes: int = 8 << 10
-    connections: int = 4096  # on each port
+    connections: int = 4096  # per port
 
     def __post_init__(self) -> None:
         least = {"head_bytes": 1024, "head_fields": 16, "uri_bytes": 64, "connections": 1}
@@ -126,7 +126,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class ProxySettings:
-    """A whole proxy. Build with :func:`proxy_settings`, which checks it."""
+    """All settings of a proxy. Create with :func:`proxy_settings`, which validates them."""
 
     host: str
     port: int
@@ -138,9 +138,9 @@ class ProxySettings:
     max_recomputes: int = 8
     max_children: int = 1024
     max_body_bytes: int = 64 << 20
-    max_request_bytes: int = 256 << 20  # what one request holds: its values, and the bodies of its children
-    max_held_bytes: int = 1 << 30  # what all requests hold
-    max_answer_bytes: int = 256 << 20  # of an answer that isn't streamed, with all its children
+    max_request_bytes: int = 256 << 20  # memory of one request: its values, and its sub-requests' bodies
+    max_held_bytes: int = 1 << 30  # memory of all requests
+    max_answer_bytes: int = 256 << 20  # an unstreamed answer, including all sub-requests
     probe_interval: float = 3.0
     admin_token: str | None = None
     admin_port: int | None = None
@@ -149,24 +149,24 @@ class ProxySettings:
     engine_tls: EngineTls | None = None
     api_keys: tuple[str, ...] = ()
     metaserver_port: int | None = None
-    # Needed to post for a request: clients see its id in their answer, so the id alone must not be enough.
+    # Required to post for a request: clients see the request's id, so it alone must not be enough.
     metaserver_token: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
 
     @property
     def scheme(self) -> str:
-        """Of all ports."""
+        """URL scheme of all ports."""
         return "https" if self.tls is not None else "http"
 
     @property
     def metaserver_origin(self) -> str:
-        """Where decode engines post, without the path."""
+        """Origin of the URL that decode engines post to."""
         if self.metaserver_port is None:
             return f"{self.scheme}://{self.advertise.authority}"
         return f"{self.scheme}://{Address(self.advertise.host, self.metaserver_port).authority}"
 
     @property
     def metaserver(self) -> str:
-        """The URL that decode engines post to. It has the token in it: keep it out of logs."""
+        """The URL that decode engines post to. It contains the token: keep it out of logs."""
         return f"{self.metaserver_origin}{METASERVER}/{self.metaserver_token}"
 
     @property
@@ -176,7 +176,7 @@ class ProxySettings:
 
     @property
     def detection_seconds(self) -> float:
-        """The longest time until a frozen engine counts as down."""
+        """Longest time until a frozen engine counts as down."""
         return PROBE_JITTER * self.probe_interval + 2 * self.deadlines.probe + self.probe_again
 
     @property
@@ -186,7 +186,7 @@ class ProxySettings:
 
 
 def advertised(host: str, port: int, advertise_host: str | None) -> Address:
-    """The address that decode engines are given. Raises ``SettingsError`` for a wildcard."""
+    """Returns the address given to decode engines. Raises ``SettingsError`` for a wildcard."""
     flag = "--host" if advertise_host is None else "--advertise-host"
     chosen = host if advertise_host is None else advertise_host
     if is_wildcard(chosen):
@@ -198,7 +198,7 @@ def advertised(host: str, port: int, advertise_host: str | None) -> Address:
 
 
 def check_side_ports(port: int, admin_port: int | None, metaserver_port: int | None) -> None:
-    """Raises ``SettingsError`` unless each port is one, and another than the others."""
+    """Raises ``SettingsError`` unless all ports are valid and distinct."""
     if admin_port is not None and check_port(admin_port, "--admin-port") == port:
         raise SettingsError("--admin-port: must differ from --port; without it, /admin is on --port")
     if metaserver_port is None:
@@ -239,7 +239,7 @@ def proxy_settings(
     engine_tls: EngineTls | None = None,
     api_keys: tuple[str, ...] = (),
 ) -> ProxySettings:
-    """Checked settings. Raises ``SettingsError``."""
+    """Creates validated settings. Raises ``SettingsError``."""
     check_port(port, "--port")
     if not is_wildcard(host):
         host = check_host(host, "--host")

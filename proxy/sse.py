@@ -1,4 +1,4 @@
-"""Server-sent events as bytes: whole events out of arbitrary pieces, without parsing their JSON."""
+"""Splits server-sent events as bytes: whole events from arbitrary pieces, without parsing their JSON."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ _EOL = rb"(?:\r\n|\n|\r(?!\n))"
 _BOUNDARY = re.compile(_EOL + _EOL)
 _LINE = re.compile(_EOL)
 DONE = b"[DONE]"
-EVENT_LIMIT = 8 << 20  # bytes; a token with 20 log probabilities has two thousand
+EVENT_LIMIT = 8 << 20  # bytes; a token with 20 log probabilities takes two thousand
 DONE_EVENT = b"data: [DONE]\n\n"
 
 
 class EventTooLarge(ValueError):
-    """An event that doesn't end."""
+    """An event without an end."""
 
 
 class EventBuffer:
-    """Holds back the piece of an event that hasn't ended yet."""
+    """Holds back incomplete events."""
 
     __slots__ = ("_parts", "_size", "_tail")
 
     def __init__(self) -> None:
-        self._tail = b""  # the last of what is held back
-        self._parts: list[bytes] = []  # what is before it: no event ends there
-        self._size = 0  # of the parts
+        self._tail = b""  # the last piece held back
+        self._parts: list[bytes] = []  # earlier pieces, in which no event ends
+        self._size = 0  # bytes of the parts
 
     def passes(self, data: bytes) -> bool:
-        """Whether ``data`` is plainly a number of whole events, and nothing is held back before it."""
+        """Whether ``data`` clearly consists of whole events and nothing is held back before it."""
         return not self._tail and data.endswith(b"\n\n") and b"\r" not in data
 
     def feed(self, data: bytes) -> bytes:
-        """All events that end in ``data``, byte for byte; what comes after them is kept.
+        """Returns all events that end in ``data``, byte for byte; keeps the remainder.
 
-        In the usual case ``data`` is a number of whole events, and comes back as it is. Raises
+        Usually ``data`` consists of whole events and is returned as it is. Raises
         ``EventTooLarge`` for an event of more than ``EVENT_LIMIT`` bytes.
         """
         if self.passes(data):
             return data
         data = self._tail + data
         if not self._ends_in(data):
-            # Only its last bytes can be the beginning of an end: long events are searched once.
+            # Only its last bytes can start a terminator: long events are searched once.
             keep = max(0, len(data) - 4)
             if keep:
                 self._parts.append(data[:keep])
@@ -75,14 +75,14 @@ class EventBuffer:
         return _BOUNDARY.search(data) is not None
 
     def rest(self) -> bytes:
-        """What the stream ended with: an event without its empty line, or nothing."""
+        """Returns the stream's unterminated rest: an event without its empty line, or nothing."""
         tail = b"".join([*self._parts, self._tail])
         self._parts, self._size, self._tail = [], 0, b""
         return tail
 
 
 def split(events: bytes) -> Iterator[bytes]:
-    """Each whole event of ``events`` with its empty line, byte for byte."""
+    """Yields each whole event of ``events`` with its empty line, byte for byte."""
     start = 0
     for match in _BOUNDARY.finditer(events):
         yield events[start : match.end()]
@@ -92,10 +92,10 @@ def split(events: bytes) -> Iterator[bytes]:
 
 
 def payloads(events: bytes) -> Iterator[bytes]:
-    """The data of each whole event in ``events``; comments and other fields are passed over."""
+    """Yields the data of each whole event in ``events``; comments and other fields are skipped."""
     for block in _BOUNDARY.split(events) if b"\r" in events else events.split(b"\n\n"):
         if block.startswith(b"data: ") and b"\n" not in block and b"\r" not in block:
-            yield block[6:]  # as engines write them
+            yield block[6:]  # the form that engines send
         elif block:
             lines = []
             for line in _LINE.split(block):
@@ -106,7 +106,7 @@ def payloads(events: bytes) -> Iterator[bytes]:
 
 
 def parse(payload: bytes) -> dict[str, Any] | None:
-    """The JSON object of one event's data; None for ``[DONE]`` and what isn't an object."""
+    """Parses one event's data as a JSON object; None for ``[DONE]`` and anything else."""
     if payload == DONE:
         return None
     try:
@@ -117,5 +117,5 @@ def parse(payload: bytes) -> dict[str, Any] | None:
 
 
 def event(value: object) -> bytes:
-    """One event with ``value`` as JSON."""
+    """Formats one event with ``value`` as JSON."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 
 class TlsError(ValueError):
-    """A file that can't be used; says which flag names it, and what to do."""
+    """An unusable file; names its flag and the remedy."""
 
 
 @dataclass(frozen=True)
 class Tls:
-    """TLS to clients; the flags are ``--ssl-`` and a field's name, as uvicorn and vLLM have them.
+    """TLS to clients; the flags are ``--ssl-`` and a field's name, as in uvicorn and vLLM.
 
-    ``cert_reqs`` is a value of ``ssl.VerifyMode``: whether clients must show a certificate of ``ca_certs``.
+    ``cert_reqs`` is a value of ``ssl.VerifyMode``: whether clients must present a certificate of
+    ``ca_certs``.
     """
 
     certfile: str
@@ -23,7 +24,7 @@ class Tls:
     cert_reqs: int = 0
 
     def context(self) -> ssl.SSLContext:
-        """For the port that clients connect to. Raises ``TlsError``."""
+        """Returns the context for the client port. Raises ``TlsError``."""
         made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         made.minimum_version = ssl.TLSVersion.TLSv1_2
         made.options |= ssl.OP_NO_RENEGOTIATION
@@ -58,14 +59,15 @@ class Tls:
 
 @dataclass(frozen=True)
 class EngineTls:
-    """``--engine-scheme https``. ``certfile``: for engines that ask for one."""
+    """TLS to engines (``--engine-scheme https``). ``certfile``: for engines that require a client
+    certificate."""
 
     ca_certs: str | None = None
     certfile: str | None = None
     keyfile: str | None = None
 
     def context(self) -> ssl.SSLContext:
-        """For connections to engines, whose certificates must be for the names they are called by."""
+        """Returns the context for connections to engines, whose certificates must match their host names."""
         made = ssl.create_default_context()
         if self.ca_certs is not None:
             made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -94,7 +96,7 @@ class _NeedsPassword(Exception):
 
 
 def _no_password() -> str:
-    """OpenSSL would ask on the terminal."""
+    """Prevents OpenSSL from asking on the terminal."""
     raise _NeedsPassword
 
 

@@ -1,6 +1,6 @@
-"""Token usage as a client should see it. No I/O.
+"""Corrects token usage for clients. No I/O.
 
-Decode reports every token that it pulled as cached, and, after a re-dispatch, the output so far as prompt.
+Decode reports every received token as cached and, after a re-dispatch, the output so far as prompt.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def _count(usage: Usage, key: str) -> int:
 
 @dataclass(frozen=True)
 class UsageFacts:
-    """What decode can't know. ``cached_tokens``: of prefill's prefix cache; None where it is unknown.
+    """Facts unknown to decode. ``cached_tokens``: in prefill's prefix cache; None if unknown.
 
-    ``prefilled``: decode asked for a prefill; otherwise its own count is right. ``completed_before``: output
-    tokens of earlier dispatches, which this one has in its prompt.
+    ``prefilled``: decode asked for a prefill; otherwise its own count is right. ``completed_before``:
+    output tokens of earlier dispatches, which are part of this one's prompt.
     """
 
     prefilled: bool = False
@@ -32,7 +32,7 @@ class UsageFacts:
 
 
 def cached_tokens(usage: object) -> int | None:
-    """Of a prefill answer's usage. vLLM leaves the details out when there are none: that is 0."""
+    """Reads cached tokens from a prefill answer. vLLM omits the details when there are none: that is 0."""
     if not isinstance(usage, dict):
         return None
     details = usage.get("prompt_tokens_details")
@@ -52,12 +52,12 @@ def rewrite_usage(usage: Usage, facts: UsageFacts) -> None:
         cached = facts.cached_tokens
         prompt = usage.get("prompt_tokens")
         if cached is not None and isinstance(prompt, int):
-            cached = min(cached, prompt)  # a re-dispatch finds the output so far cached as well
+            cached = min(cached, prompt)  # a re-dispatch also finds the output so far cached
         details["cached_tokens"] = cached
 
 
 def add_usage(parts: Iterable[tuple[Usage, bool]]) -> Usage:
-    """The sum over children. The flag of a part says whether its prompt counts: once per prompt."""
+    """Sums usage over sub-requests. A part's flag says whether its prompt counts: once per prompt."""
     total: Usage = dict.fromkeys(COUNTERS, 0)
     cached: int | None = None
     for usage, counts_prompt in parts:

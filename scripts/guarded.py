@@ -1,12 +1,12 @@
-"""Runs a command and sees to it that it leaves no process and no shared memory behind. Standard library only.
+"""Runs a command and ensures that it leaves no process and no shared memory behind. Standard library only.
 
     python3 scripts/guarded.py make test
 
-Leftovers are named, ended and removed, and turn success into failure: a test that leaves an engine running is
-broken. A process counts as the command's when its environment carries this run's mark, whatever process group
-it has moved to, so that nothing of anybody else can be hit. A shared memory file counts when it appeared
-meanwhile, is ours, and no process has it open; it is a failure only when it is this project's, as others on
-the machine make some too.
+Leftovers are listed, ended and removed, and turn success into failure: a test that leaves an engine
+running is broken. A process belongs to the command if its environment carries this run's mark, in any
+process group, so that no unrelated process is hit. A shared memory file belongs to it if it appeared
+during the run, is this user's, and no process has it open; it counts as a failure only if it is this
+project's, since other programs create some too.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pathlib import Path
 MARK = "KVOFFLOAD_GUARD"
 OUR_PREFIX = "kvoffload"
 SHARED_MEMORY = Path("/dev/shm")
-GRACE_S = 5.0  # resource trackers and servers that were told to stop need a moment
+GRACE_S = 5.0  # seconds that resource trackers and stopped servers need to exit
 
 
 def marked_processes(mark: bytes) -> dict[int, str]:
-    """Command lines, by process id, of the living processes that carry the mark; never this one."""
+    """Returns the command lines, by process id, of live processes that carry the mark, except this one."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -34,12 +34,12 @@ def marked_processes(mark: bytes) -> dict[int, str]:
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 found[int(folder.name)] = command.strip()
         except OSError:
-            continue  # ended meanwhile, or somebody else's
+            continue  # ended meanwhile, or another user's
     return found
 
 
 def wait_until_gone(mark: bytes, seconds: float) -> dict[int, str]:
-    """The marked processes that are still there after at most `seconds`."""
+    """Waits at most `seconds`; returns the marked processes still running."""
     deadline = time.monotonic() + seconds
     while True:
         left = marked_processes(mark)
@@ -49,7 +49,7 @@ def wait_until_gone(mark: bytes, seconds: float) -> dict[int, str]:
 
 
 def end(mark: bytes) -> None:
-    """End all marked processes: politely, then by force, also those that they start meanwhile."""
+    """Ends all marked processes, including those they start meanwhile: SIGTERM first, then SIGKILL."""
     for number, seconds in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 1.0), (signal.SIGKILL, 1.0)):
         for pid in marked_processes(mark):
             try:
@@ -76,7 +76,7 @@ def shared_files() -> set[str]:
 
 
 def in_use(names: set[str]) -> set[str]:
-    """Those of the shared memory files that some process has open or mapped."""
+    """Returns the shared memory files that some process has open or mapped."""
     used: set[str] = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -89,7 +89,7 @@ def in_use(names: set[str]) -> set[str]:
 
 
 def remove_shared(before: set[str]) -> list[str]:
-    """Remove the files that appeared since `before` and that nobody uses; their names."""
+    """Removes unused files that appeared since `before`; returns their names."""
     new = shared_files() - before
     left = sorted(new - in_use(new))
     for name in left:
@@ -98,7 +98,7 @@ def remove_shared(before: set[str]) -> list[str]:
 
 
 def run(command: list[str]) -> int:
-    """Run the command; its exit status, 1 for a success that left something behind, 128+n for a signal."""
+    """Runs the command; returns its exit status, 1 if a success left something behind, 128+n for a signal."""
     mark = f"{os.getpid()}-{secrets.token_hex(8)}"
     needle = f"{MARK}={mark}".encode()
     before = shared_files()

@@ -1,6 +1,6 @@
-"""Runs pip in an environment and says in one sentence why it failed. Standard library only.
+"""Runs pip in an environment and explains a failure in one sentence. Standard library only.
 
-pip's own configuration (indexes, mirrors, wheel folders) is left as the machine has it.
+pip's own configuration (indexes, mirrors, wheel folders) is respected.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# PyTorch's public index of CPU builds: only asked when pip's own configuration has none.
+# PyTorch's public index of CPU builds: used only if pip's own configuration has none.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 # Settings that would send packages elsewhere than into the environment, or modules of elsewhere into it.
@@ -50,14 +50,14 @@ _DIAGNOSES: tuple[tuple[re.Pattern[str], str], ...] = (
 
 @dataclass(frozen=True)
 class PipResult:
-    """How a pip command ended: exit status (0: done) and everything it printed."""
+    """Result of a pip command: exit status (0: success) and its complete output."""
 
     status: int
     output: str = field(repr=False)
 
     @property
     def lacks_distribution(self) -> bool:
-        """The index answered, and doesn't have the version that was asked for.
+        """The index answered, but lacks the requested version.
 
         When that version is in the constraints too, pip calls it a conflict between the two.
         """
@@ -66,11 +66,11 @@ class PipResult:
 
 
 class SetupFailed(Exception):
-    """The set-up can't go on; the message says what was found and what to do."""
+    """The set-up cannot continue; the message gives the finding and the remedy."""
 
 
 def diagnose(output: str) -> str:
-    """One sentence about the cause of a failure, from pip's output."""
+    """Derives one sentence about a failure's cause from pip's output."""
     for pattern, sentence in _DIAGNOSES:
         found = pattern.search(output)
         if found:
@@ -93,7 +93,7 @@ class Pip:
         self.log = log
 
     def run(self, *arguments: str, title: str) -> PipResult:
-        """Run one pip command to its end. Never raises for a failed command: see `PipResult.status`."""
+        """Runs one pip command. Never raises for a failed command: see `PipResult.status`."""
         command = [str(self.python), "-Iu", "-m", "pip", *arguments]
         environ = clean_environ()
         # The environment's own cmake and ninja first, as an activated environment has them.
@@ -134,7 +134,7 @@ def failure(title: str, result: PipResult, log: Path) -> SetupFailed:
 
 
 class _Progress:
-    """One line a step; on a terminal it also shows what pip is at, since a step can take minutes."""
+    """Prints one line per step; on a terminal also pip's current activity, since a step can take minutes."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -143,7 +143,7 @@ class _Progress:
         print(f"  ...      {title}", end="" if self.clear else "\n", flush=True)
 
     def show(self, line: str) -> None:
-        """Show what a line of pip's output is about, on a terminal only."""
+        """Shows the subject of a line of pip's output, on a terminal only."""
         word = line.strip().split("(")[0][:60]
         if self.clear and word.startswith(
             ("Collecting", "Downloading", "Installing", "Building", "Preparing")
@@ -151,7 +151,7 @@ class _Progress:
             print(f"{self.clear}  ...      {self.title}: {word}", end="", flush=True)
 
     def done(self, status: int) -> None:
-        """Close the step's line."""
+        """Ends the step's line."""
         seconds = time.monotonic() - self.started
         mark = "done" if status == 0 else "failed"
         print(f"{self.clear}  {mark:8} {self.title} ({seconds:.0f} s)", flush=True)

@@ -1,8 +1,8 @@
-"""What the CPU set-up needs of the machine, checked before anything is downloaded. Standard library only.
+"""Checks the machine's prerequisites for the CPU set-up before downloading. Standard library only.
 
-Every check returns a `Finding` or None, so that one run names all that is missing and the one command that
-adds it. Package names are Debian's and Ubuntu's. Runs on Python 3.8 and later, so that an old one gets as far
-as our message.
+Every check returns a `Finding` or None, so that one run lists everything that is missing, with a single
+command to install it. Package names are Debian's and Ubuntu's. Runs on Python 3.8 and later, so that an
+old version still reaches the message.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ int main() { return omp_get_max_threads() < 1; }
 
 @dataclass(frozen=True)
 class Finding:
-    """What the machine lacks, what to do, the packages that bring it, and whether it stops the set-up."""
+    """A missing prerequisite, its remedy and packages, and whether it stops the set-up."""
 
     problem: str
     remedy: str = ""
@@ -62,22 +62,22 @@ class Finding:
 
 
 def python_range() -> str:
-    """The Pythons the CPU environment can have, for messages."""
+    """Formats the supported Python versions for messages."""
     return f"{MIN_PYTHON[0]}.{MIN_PYTHON[1]} to {MAX_PYTHON[0]}.{MAX_PYTHON[1]}"
 
 
 def python_fits(version: tuple[int, ...]) -> bool:
-    """Whether a Python version (major, minor, ...) can hold the CPU environment."""
+    """Whether a Python version (major, minor, ...) is supported by the CPU environment."""
     return MIN_PYTHON <= tuple(version[:2]) <= MAX_PYTHON
 
 
 def find_python() -> str | None:
-    """Path of a fitting Python: this one if it fits, else the lowest fitting one on PATH, else None."""
+    """Returns the path of a supported Python: this one, else the lowest supported one on PATH, else None."""
     if python_fits(sys.version_info[:2]):
         return sys.executable
     for minor in range(MIN_PYTHON[1], MAX_PYTHON[1] + 1):
         path = shutil.which(f"python3.{minor}")
-        # Version managers put launchers on PATH for Pythons that are switched off: one that runs counts.
+        # Version managers put launchers of disabled Pythons on PATH: only one that runs counts.
         if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
             return path
     return None
@@ -124,7 +124,7 @@ def check_python_parts() -> Finding | None:
 
 
 def _compiles(compiler: list[str], flags: list[str], source: str) -> str:
-    """Compile and link a program; the first line of what the compiler said if that failed, else empty."""
+    """Compiles and links a program; returns the compiler's first output line on failure, else ""."""
     with tempfile.TemporaryDirectory(prefix="kvoffload-cxx-") as folder:
         path = Path(folder) / "probe.cpp"
         path.write_text(source)
@@ -163,7 +163,7 @@ def check_compiler() -> Finding | None:
 
 
 def check_library(name: str, package: str, reason: str) -> Finding | None:
-    """A shared library that a prebuilt wheel expects of the system."""
+    """Checks for a system library that a prebuilt wheel requires."""
     try:
         ctypes.CDLL(name)
     except OSError:
@@ -172,7 +172,7 @@ def check_library(name: str, package: str, reason: str) -> Finding | None:
 
 
 def check_free(folder: Path, need_bytes: int, what: str, remedy: str) -> Finding | None:
-    """Free space for an unprivileged writer in the file system that holds `folder`."""
+    """Checks the space free for an unprivileged user in the file system of `folder`."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
@@ -211,7 +211,7 @@ def check_memory(meminfo: str = "/proc/meminfo") -> Finding | None:
 
 
 def findings(venv: Path, *, download: bool) -> list[Finding]:
-    """All that is off with this machine. `download`: the big packages are still to come, so space counts."""
+    """Returns all findings. `download`: the large packages are still to be downloaded, so space matters."""
     checks: list[Callable[[], Finding | None]] = [
         check_platform,
         check_cpu,

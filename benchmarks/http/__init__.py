@@ -1,1 +1,1 @@
-"""What the ``proxy`` benchmark needs: a trivial SSE engine, a naive relay and a load generator."""
+"""Tools of the ``proxy`` benchmark: a trivial SSE engine, a naive relay and a load generator."""

@@ -88,7 +88,7 @@ class Engine:
         connection.write(whole({"id": "cmpl-1", "model": "bench", "choices": [choice], "usage": usage}))
 
     async def meet(self, connection: Connection, body: dict[str, Any], metaserver: str) -> None:
-        """Plays decode's part of the rendezvous, then answers."""
+        """Performs decode's part of the rendezvous, then answers."""
         url = urlsplit(metaserver)
         message = {
             "request_id": f"cmpl-{connection.request_id}-0",

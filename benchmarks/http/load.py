@@ -1,4 +1,5 @@
-"""Load generator: a fixed number of connections, each sending its next request when the last one ended."""
+"""Load generator: a fixed number of connections, each sending its next request when the last one has
+ended."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ PATH = "/v1/completions"
 
 @dataclass
 class Result:
-    """Of one run; times in seconds: ``delays`` of tokens under way, ``firsts`` until a request's first."""
+    """Result of one run; times in seconds: ``delays`` of tokens in transit, ``firsts`` until the first
+    token."""
 
     seconds: float = 0.0
     requests: int = 0

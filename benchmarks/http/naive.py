@@ -1,4 +1,4 @@
-"""The relay one writes first: python -m benchmarks.http.naive --port P --upstream URL (FastAPI and httpx)."""
+"""A naive relay: python -m benchmarks.http.naive --port P --upstream URL (FastAPI and httpx)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM calls: one object in the scheduler, one in every worker."""
+"""The connector class that vLLM instantiates: once in the scheduler, once in each worker."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 READ_MARGIN_S = 5.0
-"""How much longer than its lease a remote read may hold a buffer: then nobody minds the lease any more."""
+"""Margin after a remote read's lease: once it has passed, the buffer is free whether or not the lease was
+renewed."""
 
 
 def layer_memory(layout: Layout, block_size: int) -> list[LayerMemory]:
-    """Where the layers' rows lie on the device, and in an object: one layer after the other."""
+    """Describes where each layer's rows lie on the device and in a store object (layers one after
+    another)."""
     offset, layers = 0, []
     for layer in layout.layers:
         parts = []
@@ -59,7 +61,7 @@ def layer_memory(layout: Layout, block_size: int) -> list[LayerMemory]:
 
 
 def check_aliases(plan: BufferPlan, layout: Layout) -> None:
-    """Raises RuntimeError: the runner did not lay out the caches as planned, which would corrupt KV."""
+    """Raises RuntimeError if the runner's cache layout differs from the plan, which would corrupt KV."""
     if [layer.index for layer in plan.layers] != [layer.index for layer in layout.layers]:
         raise RuntimeError("the layers with a KV cache are not those of the buffer plan")
     for position, layer in enumerate(layout.layers):
@@ -79,7 +81,8 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
     """Prefill with KV in a store: every layer's prefix comes from it, every layer's new rows go to it."""
 
     loads_before_writes = True
-    """A layer calls `wait_for_layer_load` before it writes rows or reads keys: vLLM's hook comes later."""
+    """A layer calls `wait_for_layer_load` before it writes rows or reads keys: vLLM's own hook runs too
+    late."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -111,10 +114,10 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def _make_store(self, role: Role, caches: Sequence[torch.Tensor] = ()) -> Store:
-        """caches: what the client copies to and from."""
+        """Opens the store. caches: the tensors that the client copies to and from."""
         instance, npu = str(self._kv_transfer_config.engine_id), current_npu()
         options = self._options
-        if npu is None or role == "scheduler":  # whose process may use no device
+        if npu is None or role == "scheduler":  # the scheduler process may not use a device
             return make_store(options.backend, local_bytes=options.local_bytes, role=role, instance=instance)
         from vllm_kvoffload.store.staged_copies import StagedCopies
 
@@ -129,7 +132,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A store is a cache: nobody waits for what a request leaves there."""
+        """False: the store is only a cache, so no request waits for what another one saves."""
         return False
 
     # ---------------------------------------------------------------------------------------- worker side
@@ -187,19 +190,19 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def use_read_guard(self, guard: ReadGuard, lease_s: float) -> None:
-        """Another connector lets remote engines read the same caches; a read lasts `lease_s` at most."""
+        """Registers a connector whose remote engines read the same caches; a read lasts `lease_s` at most."""
         assert self._worker is not None
-        # Without sharing nothing is overwritten, so that no read is waited for.
+        # Without shared buffers nothing is overwritten, so no read has to be waited for.
         self._worker.pipeline.use_guard(guard, lease_s + READ_MARGIN_S if self.shares_buffers else 0.0)
 
     @property
     def worker(self) -> StoreWorker | None:
-        """The worker's half, once the caches are registered."""
+        """The worker half, available once the caches are registered."""
         return self._worker
 
     @property
     def shares_buffers(self) -> bool:
-        """Whether layers share memory."""
+        """Whether layers share device buffers."""
         return self._plan.has_reuse
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -208,7 +211,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Loads have begun when the step's metadata came."""
+        """Does nothing: loads were started when the step's metadata arrived."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if self._worker is not None:
@@ -228,7 +231,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is not None:
             self._worker.release(finished_req_ids)
-            if finished_req_ids:  # they let go of objects, and the next step may be long in coming
+            if finished_req_ids:  # release their objects now: the next step may be far off
                 self._publish(self._worker)
         return None, None
 
@@ -244,7 +247,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         store, self._store = self._store, None
         channel, self._channel = self._channel, None
         self._worker = None
-        with ExitStack() as stack:  # also when a copy hangs, of which the runtime tells
+        with ExitStack() as stack:  # also when a copy hangs, which the runtime reports
             for part in (channel, store):
                 if part is not None:
                     stack.callback(part.close)
@@ -280,9 +283,10 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, [])
 
     def reset_cache(self) -> bool:
-        """Hides everything stored so far from requests that begin later: the weights may have changed.
+        """Hides all stored KV from requests that begin later, because the weights may have changed.
 
-        On the scheduler's side; False on the workers', which learn it with each request.
+        Runs on the scheduler. Returns False on the workers, which get the new generation with each
+        request.
         """
         if self._scheduler is None:
             return False
@@ -294,7 +298,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:  # noqa: ARG003
-        return True  # a captured graph has no hooks: its layers would be loaded after it ran
+        return True  # a captured graph runs no hooks, so its layers would be loaded after it ran
 
 
 def _agree_over_ranks(lost: dict[str, Loss]) -> dict[str, Loss]:
@@ -304,4 +308,4 @@ def _agree_over_ranks(lost: dict[str, Loss]) -> dict[str, Loss]:
     gathered: list[dict[str, Loss]] = [{} for _ in range(group.world_size)]
     torch.distributed.all_gather_object(gathered, lost, group=group.cpu_group)
     found = [entry for part in gathered for entry in part.items()]
-    return dict(sorted(found, key=lambda entry: entry[1][1]))  # the worse one last
+    return dict(sorted(found, key=lambda entry: entry[1][1]))  # the worst last

@@ -1,4 +1,4 @@
-"""What the scheduler's half tells the workers' halves, once per step."""
+"""Messages from the scheduler half to the worker halves, one per step."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 @dataclass(frozen=True)
 class StoreStep:
-    """What a step computes of a request.
+    """The part of a step that concerns one request.
 
-    run: names the request from the allocation of its blocks to their loss or its end, in any engine that ever
-    shares the store; unlike `req_id`, which clients choose. begins: the request was given its blocks just
-    now; else `blocks` and `hashes` add to those before. hashes: of full blocks. computed: tokens whose KV
-    exists; of these `local` are in the device's blocks when the request begins. stored: leading blocks that
-    the store had then. end: tokens after the step, drafts included; confirmed: without them. last: the
-    request's own KV is not needed after the step. generation: of the blocks in the store that the request may
-    use. refused: why the request can't be stored, "" if it can; of the other fields only `blocks`,
-    `computed`, `local` and `end` count then.
+    run: unique name from block allocation until the request loses its blocks or ends, across all engines
+    that ever share the store (unlike `req_id`, which clients choose). begins: blocks were allocated in
+    this step; otherwise `blocks` and `hashes` extend the earlier ones. hashes: of full blocks. computed:
+    tokens with KV, of which `local` are in the device's blocks when the request begins. stored: leading
+    blocks found in the store at that time. end: tokens after the step, drafts included; confirmed: the
+    same without drafts. last: the request's own KV is not needed after the step. generation: of the
+    store's blocks that the request may use.
+    refused: reason why the request cannot be stored, "" if it can; if set, only `blocks`, `computed`,
+    `local` and `end` are valid.
     """
 
     req_id: str
@@ -38,7 +39,7 @@ class StoreStep:
 
 @dataclass
 class StoreMetadata(KVConnectorMetadata):
-    """dropped: requests that lost their blocks, and may come again."""
+    """dropped: requests that lost their blocks and may be scheduled again."""
 
     steps: list[StoreStep] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What both halves derive from vLLM's configuration, so that they can't disagree."""
+"""Derives from vLLM's configuration the facts that both halves must agree on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def key_space(vllm_config: VllmConfig, settings: EngineSettings) -> KeySpace:
-    """All that must agree for a block to be shared. Raises ConfigError: hashes are not reproducible."""
+    """Builds the store's key space: everything that must match for a block to be shared.
+
+    Raises ConfigError if block hashes are not reproducible."""
     options, plan = settings.store, settings.buffers
     assert options is not None
     assert plan is not None
@@ -42,9 +44,9 @@ def key_space(vllm_config: VllmConfig, settings: EngineSettings) -> KeySpace:
 
 
 def _hash_probe(algorithm: str) -> str:
-    """Equal for engines whose block hashes are, "private" where those of every process are others."""
+    """Returns equal text for engines with equal block hashes, "private" if hashes differ in every process."""
     hash_fn, seed = get_hash_fn_by_name(algorithm), os.environ.get("PYTHONHASHSEED")
-    # Until vLLM 0.23 hashes began at random without that variable, whatever the algorithm.
+    # Up to vLLM 0.23, hashes were seeded at random unless this variable was set, whatever the algorithm.
     resolve = getattr(kv_cache_utils, "resolve_none_hash_seed", None)
     if seed is None and (resolve is None or "xxhash" in algorithm):
         return "private"
@@ -52,7 +54,7 @@ def _hash_probe(algorithm: str) -> str:
 
 
 def check_engine(vllm_config: VllmConfig, settings: EngineSettings) -> None:
-    """Refuses a configuration of the store connector that can't work. Raises ConfigError."""
+    """Checks the engine's configuration for the store connector. Raises ConfigError."""
     if settings.store is None:
         return
     validate_store(settings.facts, shares_buffers=settings.shared_buffers is not None)
@@ -63,7 +65,8 @@ def check_engine(vllm_config: VllmConfig, settings: EngineSettings) -> None:
 
 
 def _check_multi(transfer: KVTransferConfig) -> None:
-    """vLLM's own multi connector would let decode have what the store has lost, or overwrites."""
+    """Rejects vLLM's own multi connector, which would hand decode KV that the store has lost or
+    overwritten."""
     if not getattr(KVConnectorFactory.get_connector_class(transfer), "joins_store_and_decode", False):
         rule = "this class does not know what the store loses, nor when a layer buffer may be used again"
         fix = "use KVOffloadMultiConnector"

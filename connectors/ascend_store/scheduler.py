@@ -1,4 +1,4 @@
-"""The scheduler's half: what the store has of a prompt, and what each step computes."""
+"""The scheduler half: looks prompts up in the store and describes what each step computes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Tracked:
-    """A request that has blocks. run, generation, refused: see `StoreStep`. begins: since the last step.
-    external: tokens to be loaded then. stored: blocks that the store had. hashes: sent so far."""
+    """A request that holds blocks. run, generation, refused: see `StoreStep`. begins: allocated since the
+    last step. external: tokens to load then. stored: blocks the store had. hashes: number already sent."""
 
     request: Request
     run: str
@@ -37,7 +37,7 @@ class Tracked:
 
 @dataclass
 class HitStats:
-    """Totals of look-ups that led to a scheduled request."""
+    """Totals of lookups whose request was scheduled."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
@@ -45,12 +45,12 @@ class HitStats:
 
 @dataclass
 class StoreScheduler:
-    """Follows requests from the allocation of their blocks to their end.
+    """Follows requests from block allocation to their end.
 
-    mtp: an MTP layer's KV of a block's last token depends on the token after it, so the last block of a hit
-    is not taken. keeps_all: the store is where running requests' KV lives, decode's included.
+    mtp: an MTP layer's KV for a block's last token depends on the next token, so the last block of a hit
+    is not used. keeps_all: running requests' KV lives in the store, including what decode appends.
 
-    Bad data of a request never raises: such a request is looked up as a miss, and not stored.
+    Malformed data in a request never raises: the request is looked up as a miss and not stored.
     """
 
     store: Store
@@ -66,7 +66,8 @@ class StoreScheduler:
     _log: QuietLog = field(default_factory=lambda: QuietLog(__name__, subject="store"))
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Tokens beyond the computed ones that the store has; at least one token is left to compute."""
+        """Returns how many more tokens the store holds beyond the computed ones; leaves at least one to
+        compute."""
         self._found[request.request_id] = 0
         try:
             if request.skip_reading_prefix_cache:
@@ -82,7 +83,7 @@ class StoreScheduler:
         return tokens
 
     def allocated(self, request: Request, external: int) -> None:
-        """A request begins, for the first time or after a preemption, with so many tokens to be loaded."""
+        """Registers a request, new or resumed after preemption, with `external` tokens to load."""
         stored = self._found.pop(request.request_id, 0)
         self._tracked[request.request_id] = Tracked(
             request, next(self._runs), self._generation, external, stored
@@ -91,16 +92,17 @@ class StoreScheduler:
         self.stats.hit_tokens += external
 
     def reset(self) -> None:
-        """Nothing that was stored before is found by requests that begin from now on.
+        """Starts a new generation: requests that begin later find nothing that was stored before.
 
-        Those that run go on with what they have, and what they store is found by none that begins later. The
-        name of the new generation is random: an engine that shares the store may have other weights by now.
+        Running requests keep their KV, but later requests do not find what they store. The new
+        generation's name is random, because another engine that shares the store may have other weights by
+        now.
         """
         self._generation = secrets.token_hex(8)
         self._found.clear()
 
     def metadata(self, output: SchedulerOutput) -> StoreMetadata:
-        """What a step computes."""
+        """Describes the requests of a step to the workers."""
         dropped = list(output.preempted_req_ids or ())
         steps = []
         for req_id, blocks, computed in scheduled_requests(output):
@@ -142,7 +144,7 @@ class StoreScheduler:
         if begins:
             tracked.hashes = 0
         confirmed = end - drafts
-        limit = request.max_tokens  # vLLM fills it in; none means that the request may go on
+        limit = request.max_tokens  # vLLM fills it in; None means the request may continue
         last = (
             limit is not None and confirmed >= request.num_tokens and request.num_output_tokens + 1 >= limit
         )
@@ -167,7 +169,7 @@ class StoreScheduler:
         )
 
     def finished(self, req_id: str) -> None:
-        """The request is over, with or without a result."""
+        """Forgets a request that has ended, with or without a result."""
         self._tracked.pop(req_id, None)
         self._found.pop(req_id, None)
 

@@ -1,4 +1,4 @@
-"""The worker's half: which object of the store each block is in, what is published, what counts as lost."""
+"""The worker half: maps blocks to store objects, publishes saved rows and reports lost ones."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ logger = get_logger(__name__)
 
 LEASE_S = 300.0
 RENEW_S = 120.0
-"""A pin with less time left is renewed before a step that needs it."""
+"""A pin with less remaining time is renewed before a step that needs it."""
 
 Run = tuple[int, int, int, int, int]
 Loss = tuple[str, bool]
-"""Why a request is lost, and whether what it computed is wrong; otherwise it only wasn't stored."""
+"""(reason, invalid): whether the computed rows are invalid, or merely could not be stored."""
 
 
 @dataclass
 class Held:
-    """What is known of a request that has blocks.
+    """State of a request that holds blocks.
 
-    blocks: device ids. hashes: of full blocks. generation: see `StoreStep`. resident: leading tokens that
-    layers with memory of their own still have. stored: leading blocks that need no saving any more. partials:
-    keys of blocks that were stored under the request's own name, since they can't be shared (yet). pins:
-    objects that are open, by block.
+    blocks: device ids. hashes: of full blocks. generation: see `StoreStep`. resident: leading tokens still
+    present in layers with memory of their own. stored: leading blocks that need no more saving. partials:
+    keys of blocks stored under the request's own name because they cannot be shared (yet). pins: open
+    objects, by block.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -45,8 +45,9 @@ class Held:
 
 @dataclass
 class Current:
-    """A request in a step. writes: (block number, object). first_lost: block to blame if it is lost. reason:
-    why it is lost, "" while it isn't; unsaved: why only what it computes can't be stored."""
+    """A request in a step. writes: (block number, object). first_lost: first block to report if it is
+    lost.
+    reason: why it is lost, "" if it is not. unsaved: why only this step's rows cannot be stored."""
 
     step: StoreStep
     held: Held
@@ -60,12 +61,12 @@ class Current:
 
 
 class StoreWorker:
-    """One rank.
+    """The worker half of one rank.
 
     Args:
-        publishes: whether this rank writes; all ranks' caches are the same.
-        shares: whether layers share memory, so that all of a running request's KV lives in the store.
-        agree: the union, over all ranks, of the requests that each of them lost; wrong on one, wrong on all.
+        publishes: whether this rank writes; caches are equal on all ranks.
+        shares: whether layers share memory, so that running requests' KV lives only in the store.
+        agree: merges the lost requests of all ranks: lost on one rank means lost on all.
     """
 
     def __init__(
@@ -88,17 +89,17 @@ class StoreWorker:
         self._publishes, self._shares, self._agree = publishes, shares, agree
         self._requests: dict[str, Held] = {}
         self._step: list[Current] = []
-        self._begun: set[str] = set()  # in this step
+        self._begun: set[str] = set()  # begun in this step
         self._log = QuietLog(__name__, subject="store")
-        self._number = 0  # of the step; the same on all ranks
+        self._number = 0  # step number, equal on all ranks
         self._invalid: set[int] = set()
         self._unquiet_writes: list[WriteObject] = []
         self._unquiet_reads: list[ReadObject] = []
 
-    # --------------------------------------------------------------------------------------- a step's begin
+    # ------------------------------------------------------------------------------------ beginning of a step
 
     def begin_step(self, metadata: StoreMetadata) -> None:
-        """Opens what the step needs, and starts its first loads."""
+        """Opens the objects that the step needs and starts its first loads."""
         for req_id in metadata.dropped:
             self._forget(req_id)
         self._number += 1
@@ -125,7 +126,7 @@ class StoreWorker:
         self._end_unquiet()
 
     def _plan(self, current: Current, number: int) -> None:
-        """Loads and saves of a request. An error in them costs this one only."""
+        """Plans a request's loads and saves. An error affects this request only."""
         try:
             self._plan_loads(current, number)
         except Exception as error:
@@ -136,7 +137,7 @@ class StoreWorker:
         if current.reason:
             return
         if current.step.refused:
-            if self._shares:  # its rows are lost after this step
+            if self._shares:  # shared buffers lose its rows after this step
                 current.unsaved = current.step.refused
             return
         try:
@@ -158,13 +159,13 @@ class StoreWorker:
         held = self._requests[step.req_id]
         held.blocks += step.blocks
         held.hashes += step.hashes
-        # Tokens may be gone again: drafts that were rejected, rows that were lost.
+        # The token count can shrink: rejected drafts, lost rows.
         held.resident = min(held.resident, step.computed)
         held.stored = min(held.stored, step.computed // self._block_size)
         return held
 
     def _needed(self, current: Current) -> range:
-        """Blocks whose rows some layer lacks."""
+        """Returns the blocks with rows missing in some layer."""
         stop = -(-current.step.computed // self._block_size)
         if self._shares:
             return range(stop)
@@ -172,7 +173,7 @@ class StoreWorker:
         return range(resident // self._block_size if resident < current.step.computed else stop, stop)
 
     def _pin(self) -> None:
-        """Opens the objects of all needed blocks, in as few calls as possible; expiring pins anew."""
+        """Opens the objects of all needed blocks in as few calls as possible, and reopens expiring pins."""
         now = time.monotonic()
         expiring: list[ReadObject] = []
         for current in self._step:
@@ -184,17 +185,17 @@ class StoreWorker:
             wanted = [one for current in self._step for one in self._wanted(current, attempt)]
             if wanted:
                 self._open(wanted, now)
-        self._close(expiring)  # only now: meanwhile they could not be evicted
+        self._close(expiring)  # closed only now, so they could not be evicted in between
 
     def _wanted(self, current: Current, attempt: int) -> list[tuple[Held, int, str]]:
-        """(request, block, key) of what it needs and has not open; in attempt 1 by the second names."""
+        """Lists (request, block, key) not yet open; attempt 1 uses the alternative keys."""
         held, wanted = current.held, []
         try:
             for number in self._needed(current):
                 names = self._names(held, number) if number not in held.pins else []
                 if attempt < len(names):
                     wanted.append((held, number, names[attempt]))
-        except Exception as error:  # a hash that makes no key
+        except Exception as error:  # a hash that yields no valid key
             self._log.warning("request", f"{shown(current.step.req_id)} has no keys: {error}")
             return []
         return wanted
@@ -202,7 +203,7 @@ class StoreWorker:
     def _open(self, wanted: Sequence[tuple[Held, int, str]], now: float) -> None:
         try:
             found = self._store.open_read([key for _, _, key in wanted], LEASE_S)
-        except Exception as error:  # of any kind: the objects are not open
+        except Exception as error:  # any error: the objects are not open
             self._log.warning("open", f"it does not answer: {_text(error)}")
             return
         for (held, number, _), pin in zip(wanted, found, strict=True):
@@ -211,7 +212,7 @@ class StoreWorker:
                 held.pins[number] = pin
 
     def _names(self, held: Held, number: int) -> list[str]:
-        """Keys that a block may be found under, the likelier one first."""
+        """Returns the keys that a block may be stored under, the most likely first."""
         names = [self._key(held, number)] if number < len(held.hashes) else []
         if number in held.partials:
             names.append(held.partials[number])
@@ -226,7 +227,7 @@ class StoreWorker:
         for number in self._needed(current):
             pin = held.pins.get(number)
             if pin is None:
-                if self._shares:  # what comes before it is there in the next step, too
+                if self._shares:  # the blocks before it will still be present in the next step
                     current.first_lost = number
                 current.reason = f"block {number} of its KV is not in the store any more"
                 current.runs.clear()
@@ -243,7 +244,8 @@ class StoreWorker:
     # ----------------------------------------------------------------------------------------------- saves
 
     def _plan_saves(self, current: Current, owner: int) -> None:
-        """Room for the blocks that the step completes, and with shared buffers for the rest of its rows."""
+        """Reserves objects for blocks completed by the step and, with shared buffers, for its remaining
+        rows."""
         step, held, size = current.step, current.held, self._block_size
         full = min(step.confirmed // size, len(held.hashes))
         named = [(number, self._key(held, number)) for number in range(held.stored, full)]
@@ -251,20 +253,20 @@ class StoreWorker:
             rest = range(max(full, step.computed // size), -(-step.end // size))
             named += [(number, self._partial(step, number)) for number in rest]
         again = self._reserve(current, named)
-        if again and self._shares:  # somebody else is writing the same block: it may never be readable
+        if again and self._shares:  # another writer holds the block, and may never publish it
             self._reserve(current, [(number, self._partial(step, number)) for number in again])
         for number, written in current.writes:
             rows = min((number + 1) * size, step.end) - number * size
             current.saves.append((written.address, held.blocks[number], 0, rows, owner))
 
     def _reserve(self, current: Current, named: Sequence[tuple[int, str]]) -> list[int]:
-        """Opens objects for writing. Blocks that exist under their keys, but can't be read there yet."""
+        """Opens objects for writing. Returns blocks whose key is taken but not readable yet."""
         if not named:
             return []
         keys = [key for _, key in named]
         try:
             granted = self._store.open_write(keys, self._object_bytes)
-        except Exception as error:  # of any kind: there is no room
+        except Exception as error:  # any error counts as no room
             self._log.warning("reserve", f"it takes nothing: {_text(error)}")
             return []
         held, existing, again = current.held, [], []
@@ -272,7 +274,7 @@ class StoreWorker:
             if isinstance(result, WriteObject):
                 current.writes.append((number, result))
             elif result is WriteRefusal.EXISTS and not self._is_shared(held, number):
-                if number in held.pins:  # of its first rows, which this step still loads
+                if number in held.pins:  # holds its first rows, which this step still loads
                     again.append(number)
                 else:
                     existing.append((held, number, key))
@@ -282,11 +284,12 @@ class StoreWorker:
 
     def _partial(self, step: StoreStep, number: int) -> str:
         end = min((number + 1) * self._block_size, step.end)
-        # Drafts of different steps may end at the same token, also after a loss, or a preemption.
+        # Drafts of different steps may end at the same token, also after a loss or a preemption.
         return self._keys.partial(f"{step.run}-{self._number}", number, end)
 
     def _new_rows(self, current: Current) -> int:
-        """Rows that have to be saved: with shared buffers those that the step computes, else whole blocks."""
+        """Number of rows to save: with shared buffers all rows that the step computes, otherwise whole
+        blocks."""
         step, size = current.step, self._block_size
         if not self._shares:
             return len(current.writes) * size
@@ -295,10 +298,10 @@ class StoreWorker:
             for number, _ in current.writes
         )
 
-    # ----------------------------------------------------------------------------------------- a step's end
+    # ------------------------------------------------------------------------------------------ end of a step
 
     def end_step(self) -> None:
-        """Publishes what was saved, except of requests that lost a row on any rank."""
+        """Publishes what was saved, except for requests that lost a row on any rank."""
         failed = self.pipeline.finish()
         losses = self._agree({name: (why, name in self.pipeline.wrong) for name, why in failed.items()})
         if not self._shares:
@@ -312,7 +315,7 @@ class StoreWorker:
             reason, wrong = losses.get(current.step.req_id, ("", False))
             if wrong:
                 self.pipeline.give_up([current.step.req_id], reason)
-            # Without sharing the device has it all, also what could not be stored.
+            # Without shared buffers the device holds all rows, including those that could not be stored.
             if wrong or (reason and self._shares):
                 self._lose(current, reason, wrong)
             else:
@@ -320,8 +323,8 @@ class StoreWorker:
         self._step = []
 
     def _spread(self, losses: dict[str, Loss]) -> None:
-        """Who attended to what a neighbour lost is lost, too: vLLM gives a block to others once it is planned
-        that it will be loaded, or computed."""
+        """Extends the loss to requests that attended to lost rows: vLLM shares a block with other requests
+        as soon as its load or computation is planned."""
         spoilt: set[int] = set()
         lost = [current for current in self._step if losses.get(current.step.req_id, ("", False))[1]]
         while lost:
@@ -336,16 +339,16 @@ class StoreWorker:
                     lost.append(current)
 
     def _blocks(self, current: Current, end: int) -> list[int]:
-        """Device blocks of a request that are lost with it, up to a token."""
+        """Returns the request's device blocks up to a token, which are lost with it."""
         return current.held.blocks[current.first_lost : -(-end // self._block_size)]
 
     def _finish(self, writes: Sequence[WriteObject], ok: Sequence[bool]) -> None:
-        """What is not published is found missing by the next step that needs it."""
+        """Publishes written objects. An unpublished one is found missing by the next step that needs it."""
         if not writes:
             return
         try:
             published = self._store.finish_write(writes, ok)
-        except Exception as error:  # of any kind: none of them is readable
+        except Exception as error:  # any error: none of them is readable
             self._log.warning("publish", f"{len(writes)} blocks were not stored: {_text(error)}")
             return
         failed = sum(good and not done for good, done in zip(ok, published, strict=True))
@@ -353,7 +356,7 @@ class StoreWorker:
             logger.warning("%d blocks were not stored: they took too long, or the store forgot them", failed)
 
     def _end_unquiet(self) -> None:
-        """Lets go of what a copy that was given up may still have been using."""
+        """Releases objects that an abandoned copy may still have been using, once it has ended."""
         if self.pipeline.quiet:
             writes, self._unquiet_writes = self._unquiet_writes, []
             reads, self._unquiet_reads = self._unquiet_reads, []
@@ -366,7 +369,7 @@ class StoreWorker:
         held.stored = max(held.stored, full)
         held.resident = step.end
         if self._shares:
-            # All ranks name the objects alike, also where only one of them writes.
+            # All ranks use the same object names, even if only one of them writes.
             for number in range(step.computed // size, -(-step.end // size)):
                 if not self._is_shared(held, number):
                     self._unpin(held, [number])
@@ -377,7 +380,7 @@ class StoreWorker:
         return pin is not None and number < len(held.hashes) and pin.key == self._key(held, number)
 
     def _lose(self, current: Current, reason: str, wrong: bool) -> None:
-        """The request's rows are reported, and forgotten here."""
+        """Reports the request's rows as lost and forgets them."""
         step, held, size = current.step, current.held, self._block_size
         logger.warning("request %s lost its KV: %s", step.req_id, reason)
         first = current.first_lost
@@ -388,17 +391,17 @@ class StoreWorker:
         self._unpin(held)
 
     def take_invalid(self) -> set[int]:
-        """Device blocks whose rows are lost, each named once."""
+        """Returns device blocks with lost rows, each once."""
         invalid, self._invalid = self._invalid, set()
         return invalid
 
     def release(self, req_ids: set[str]) -> None:
-        """Requests that are over."""
-        for req_id in req_ids - self._begun:  # a client may use a name again at once
+        """Releases everything of requests that have ended."""
+        for req_id in req_ids - self._begun:  # a client may reuse a name at once
             self._forget(req_id)
 
     def metrics(self) -> dict[str, int]:
-        """By key of `metrics.STORE`, all but the buffers' sizes."""
+        """Counters by key of `metrics.STORE`, except the buffer sizes."""
         moved = self.pipeline.stats
         return {
             "store_loaded_bytes": moved.loaded_bytes,
@@ -413,7 +416,7 @@ class StoreWorker:
 
     @property
     def num_pins(self) -> int:
-        """Objects that are kept open."""
+        """Number of objects kept open."""
         return sum(len(held.pins) for held in self._requests.values()) + len(self._unquiet_reads)
 
     def _forget(self, req_id: str) -> None:
@@ -426,7 +429,7 @@ class StoreWorker:
         self._close([held.pins.pop(number) for number in chosen])
 
     def _close(self, pins: Sequence[ReadObject]) -> None:
-        if not self.pipeline.quiet:  # a copy may be running
+        if not self.pipeline.quiet:  # a copy may still be running
             self._unquiet_reads += pins
         elif pins:
             self._store.close_read(pins)

@@ -1,4 +1,4 @@
-"""Connections of a control port: knows which are authenticated, and closes the others early."""
+"""Tracks which connections of a control port are authenticated, and closes the others early."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 STRANGER_S = 10.0
-"""How long a connection may stay without a `Hello` that has the secret."""
+"""How long a connection may exist before it sends a `Hello` with the secret."""
 
 MAX_STRANGERS = 256
 STRANGER_FRAMES = 64
 STRANGER_BYTES = 8 << 20
-"""Limits on what a stranger may send. libzmq keeps all parts of a message until the last has arrived."""
+"""Limits on unauthenticated peers: libzmq keeps all parts of a message until the last has arrived."""
 
 EVENTS_A_ROUND = 2048
 _BYTES_RECEIVED = 128  # offset of tcpi_bytes_received in Linux's struct tcp_info
@@ -30,7 +30,7 @@ _FAILED = (
 
 @dataclass
 class Connection:
-    """session: the prefill session that introduced itself over it, "" for a stranger."""
+    """session: the prefill session that authenticated over it, "" for an unauthenticated peer."""
 
     since: float
     frames: int = 0
@@ -38,14 +38,14 @@ class Connection:
 
 
 class ConnectionGate:
-    """Follows a listening socket's connections by their descriptors, which libzmq names in its events and
-    with every frame. It closes none, since they are libzmq's: it shuts them down, and libzmq closes them.
+    """Follows a listening socket's connections by file descriptor, which libzmq reports in its events and
+    with every frame. libzmq owns the descriptors: the gate shuts connections down, and libzmq closes them.
 
     Args:
-        listener: bound or not. port: where it listens, known once it is bound.
+        listener: bound or not. port: of the listener, known once it is bound.
 
     Attributes:
-        closed: connections of strangers that were ended. failed: handshakes that failed.
+        closed: unauthenticated connections that were ended. failed: handshakes that failed.
     """
 
     def __init__(self, listener: zmq.Socket[bytes], port: int) -> None:
@@ -61,17 +61,17 @@ class ConnectionGate:
 
     @property
     def strangers(self) -> int:
-        """Connections that have not introduced themselves."""
+        """Number of connections that have not authenticated."""
         return sum(not connection.session for connection in self._connections.values())
 
     @property
     def stuck(self) -> int:
-        """Connections that were shut down here and are not closed by libzmq."""
+        """Number of connections shut down here that libzmq has not closed yet."""
         return len(self._shut_down)
 
     def watch(self, now: float) -> None:
-        """Takes libzmq's events. To be called before each frame: a descriptor may be another connection's by
-        then."""
+        """Processes libzmq's events. Call it before handling each frame: the descriptor may have been
+        reused."""
         for _ in range(EVENTS_A_ROUND):
             try:
                 event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
@@ -87,33 +87,33 @@ class ConnectionGate:
                 self.failed += 1
 
     def frame(self, now: float, descriptor: int) -> str:
-        """Counts a frame. Returns the session that the connection belongs to, "" for a stranger's."""
+        """Counts a frame. Returns the session of its connection, "" if unauthenticated."""
         connection = self._connections.setdefault(descriptor, Connection(now))
         connection.frames += 1
         return connection.session
 
     def introduced(self, descriptor: int, session: str) -> None:
-        """The sender of a connection has presented the secret."""
+        """Marks a connection as authenticated: its peer has presented the secret."""
         if descriptor in self._connections:
             self._connections[descriptor].session = session
 
     def refuse(self, descriptor: int) -> None:
-        """Closes a connection, if it is a stranger's."""
+        """Shuts down a connection if it is unauthenticated."""
         connection = self._connections.get(descriptor)
         if connection is not None and not connection.session:
             self._shut(descriptor)
 
     def tick(self, now: float) -> None:
-        """Closes strangers' connections that are too old, beyond the limit, or have sent too much."""
+        """Shuts down unauthenticated connections that are too old, too many, or have sent too much."""
         strangers = [(fd, c) for fd, c in self._connections.items() if not c.session]
         excess = len(strangers) - MAX_STRANGERS
-        for number, (descriptor, connection) in enumerate(strangers):  # the oldest first
+        for number, (descriptor, connection) in enumerate(strangers):  # oldest first
             old = now - connection.since >= STRANGER_S or connection.frames > STRANGER_FRAMES
             if number < excess or old or self._received(descriptor) > STRANGER_BYTES:
                 self._shut(descriptor)
 
     def close(self) -> None:
-        """Before the listener is closed."""
+        """Stops following connections. Call it before closing the listener."""
         self._listener.disable_monitor()
         self.monitor.close(linger=0)
 
@@ -127,7 +127,7 @@ class ConnectionGate:
                 try:
                     connection.shutdown(socket.SHUT_RDWR)
                 except OSError:
-                    return  # it has ended by itself
+                    return  # already ended
 
     def _received(self, descriptor: int) -> int:
         connection = self._own(descriptor)
@@ -141,8 +141,8 @@ class ConnectionGate:
         return int(struct.unpack_from("Q", info, _BYTES_RECEIVED)[0]) if len(info) >= 136 else 0
 
     def _own(self, descriptor: int) -> socket.socket | None:
-        """A duplicate, if the descriptor still is a connection of this port: libzmq may have closed it, and
-        another thread may have opened something else under that number."""
+        """Duplicates the descriptor if it is still a connection of this port: libzmq may have closed it,
+        and another thread may have reused the number."""
         try:
             copy = os.dup(descriptor)
         except OSError:

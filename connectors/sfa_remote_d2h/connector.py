@@ -1,4 +1,4 @@
-"""What vLLM calls: one object in the scheduler, one in every worker."""
+"""The connector class that vLLM instantiates: once in the scheduler, once in each worker."""
 
 from __future__ import annotations
 
@@ -152,20 +152,22 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def lease_s(self) -> float:
-        """How long decode may be silent."""
+        """How long a decode rank may be silent before its transfers end, in seconds."""
         return self._config.limits.lease_s
 
     def ask_for_progress(self) -> None:
-        """Layers share memory: decode is to say what it has read. Before the caches are registered."""
+        """Asks decode to report its read progress, because layers share memory. Call before registering
+        caches."""
         self._progress = True
 
     def publish_last_layer_at_end(self) -> None:
-        """A step may turn out to be wrong when it is over: no transfer is complete before. Likewise."""
+        """Defers the last layer's publication to the end of the step, which may still be found invalid.
+        Call before registering caches."""
         self._late_layer = -1
 
     @property
     def readers(self) -> PrefillWorker | None:
-        """Who knows what decode still has to read, once the caches are registered."""
+        """The worker that tracks unread layers, available once the caches are registered."""
         return self._producer
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -174,21 +176,22 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        # Not in start_load_kv: that comes after the forward pass, and prefill may be quicker than it.
+        # Not in start_load_kv: it is called only after the forward pass, and prefill may be faster than that.
         if self._producer is not None and isinstance(connector_metadata, PrefillMetadata):
             self._producer.begin_step(connector_metadata)
         if self._consumer is not None and isinstance(connector_metadata, DecodeMetadata):
             self._consumer.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Loads have begun when the step's metadata came."""
+        """Does nothing: loads were started when the step's metadata arrived."""
         self._idle = forward_context.attn_metadata is None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request runs only when all of its KV is here."""
+        """Does nothing: a request runs only after all its KV has arrived."""
 
     def on_kv_cache_written(self, layer_name: str) -> None:
-        """A layer's rows are written, before its attention. Only vllm-ascend says so."""
+        """Publishes a layer whose rows are written, before its attention runs. Only vllm-ascend calls this
+        hook."""
         self._layer_written(layer_name)
 
     def save_kv_layer(
@@ -202,7 +205,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             self._producer.layer_done(layer, self._written(layer_name))
 
     def _written(self, label: str) -> Event | None:
-        """Where the device must have been when what was queued until now is written; None where it is."""
+        """Returns an event behind all writes queued so far, None where writes are already complete."""
         return None if self._compute is None else self._compute.record(label)
 
     def wait_for_save(self) -> None:
@@ -222,11 +225,11 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         return failed
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Decode's layout, for its scheduler half. Prefill's travels in its `Hello`."""
+        """Returns decode's layout for its scheduler half. Prefill's layout travels in its `Hello`."""
         return None if self._consumer is None else LayoutMetadata(self._digest)
 
     def build_connector_worker_meta(self) -> ReceiveReport | None:
-        """Why requests of this step were not received."""
+        """Returns the receive failures of this step, None if there are none."""
         failures, self._results.failures = self._results.failures, {}
         return ReceiveReport(failures) if failures else None
 
@@ -272,15 +275,15 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             self._decode.reported(connector_output.finished_recving or ())
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Takes the digest of the workers' layout, which is the same on every rank."""
+        """Stores the layout digest of the workers, which is equal on all ranks."""
         for found in metadata.values():
             if self._decode is not None and isinstance(found, LayoutMetadata):
                 self._decode.use_layout(found.digest)
 
     def reset_cache(self) -> bool:
-        """False while decode could still read KV that was computed before, the only KV that is kept here.
+        """Returns False while decode could still read KV computed before: the only KV kept here.
 
-        That ends within a lease of decode's last message.
+        That takes at most one lease after decode's last message.
         """
         if self._prefill is not None:
             return self._prefill.reset()

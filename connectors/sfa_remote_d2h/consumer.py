@@ -1,4 +1,4 @@
-"""Decode's side of the protocol, for one rank: which block is read where, and how a request ends. Pure.
+"""Decode's side of the protocol for one rank: assigns reads to blocks and decides how requests end. Pure.
 
 A request is *known* from the step that allocates its blocks. It *waits* until every prefill rank of its
 contributor group has published a transfer for it, and *reads* what these publish, one read of a transfer at a
@@ -9,9 +9,8 @@ ends otherwise counts for nothing.
 No block of a request is given back, and no other transfer may be read into it, before every read into it is
 over: `take_outcomes` names a request only then. As in `producer`, nothing here waits, sends or knows a clock.
 
-A prefill session becomes a *peer* in three steps: `receive` takes its `Hello` if that has the secret and
-fits, the caller meets it (its memory can be read), and `admit` makes it a peer. Only then does it get an
-answer.
+A prefill session becomes a *peer* in three steps: `receive` accepts its `Hello` if the secret and the
+facts match, the caller makes its memory readable, and `admit` registers it. Only then is it answered.
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ GONE_KEPT = 4096
 """Transfers remembered after they were given up, so that a late `Publish` doesn't bring them back."""
 
 EARLY_KEPT = 1024
-"""Transfers of a session kept for requests that are not known; more of them push the oldest out."""
+"""Transfers of a session kept for unknown requests; the oldest are dropped beyond this number."""
 
 EARLY_BLOCKS = 1 << 20
-"""Likewise, blocks of all of them."""
+"""The same limit counted in blocks over all such transfers."""
 
 PEER_IDLE_LEASES = 20
-"""Leases after which a prefill session that says nothing is forgotten; it can introduce itself again."""
+"""Leases of silence after which a prefill session is forgotten; it can introduce itself again."""
 
 
 class Consumer:
@@ -100,9 +99,9 @@ class Consumer:
         self._peers: dict[str, Peer] = {}
         self._requests: dict[str, Pending] = {}  # by request id of this engine
         self._named: dict[str, str] = {}  # external id -> request id
-        self._early: dict[tuple[str, int], Pull] = {}  # transfers that no request has taken
-        self._held: dict[tuple[str, int], str] = {}  # transfers that requests have taken
-        self._gone: OrderedDict[tuple[str, int], str] = OrderedDict()  # given up, and why
+        self._early: dict[tuple[str, int], Pull] = {}  # transfers not yet claimed by a request
+        self._held: dict[tuple[str, int], str] = {}  # transfers claimed by requests
+        self._gone: OrderedDict[tuple[str, int], str] = OrderedDict()  # abandoned transfers, with the reason
         self._reads: dict[int, tuple[str, Pull]] = {}
         self._outcomes: list[Outcome] = []
         self._next_read = 1
@@ -110,7 +109,7 @@ class Consumer:
 
     @property
     def live(self) -> dict[str, Phase]:
-        """Requests that have not ended, and how far they are."""
+        """Requests that have not ended, with their phases."""
         return {req_id: pending.phase for req_id, pending in self._requests.items()}
 
     @property
@@ -118,23 +117,24 @@ class Consumer:
         """Known prefill sessions."""
         return self._peers
 
-    # ------------------------------------------------------------------------------- what the engine does
+    # ---------------------------------------------------------------------------------- calls from the engine
 
     def use_secret(self, secret: str) -> None:
-        """What prefill must present. Until it is known, nothing is answered: prefill repeats its `Hello`."""
+        """Sets the secret that prefill must present. Until then `Hello` is not answered, and prefill
+        repeats it."""
         self._admission.secret = secret or self._admission.secret
 
     @property
     def ready(self) -> bool:
-        """Whether a secret is known here."""
+        """Whether the secret is set."""
         return bool(self._admission.secret)
 
     def proved(self, secret: str) -> bool:
-        """Whether this is the secret."""
+        """Whether the given secret is the current one."""
         return self._admission.has_secret(secret)
 
     def expect(self, now: float, order: Receive) -> None:
-        """A request's blocks are allocated. Its external id may have been used by an earlier one."""
+        """Registers a request whose blocks are allocated. Its external id may have been used before."""
         name = wire_name(order.request)
         older = self._named.get(name)
         if older is not None:
@@ -151,7 +151,7 @@ class Consumer:
             self._advance(now, pending)
 
     def prefill_returned(self, now: float, req_id: str, error: str = "") -> None:
-        """The rendezvous was answered: prefill is through, or will never come."""
+        """Records the proxy's answer to the rendezvous: prefill finished, or failed with `error`."""
         pending = self._requests.get(req_id)
         if pending is None or pending.phase is not Phase.WAITING:
             return
@@ -161,13 +161,14 @@ class Consumer:
             pending.deadline = min(pending.deadline, now + self._limits.retry_s)
 
     def cancel(self, req_id: str, reason: str = "aborted") -> None:
-        """The engine doesn't want the request any more. It is reported once its blocks are quiet."""
+        """Ends a request that the engine gave up. It is reported once no read can write its blocks."""
         pending = self._requests.get(req_id)
         if pending is not None:
             self._fail(pending, ReceiveFailure.ABORTED, reason)
 
     def abandon(self, order: Receive, reason: str) -> None:
-        """The request could not be taken; it ends now, or when the reads into its blocks do."""
+        """Registers a request that cannot be received; it ends now, or when reads into its blocks have
+        ended."""
         pending = self._requests.get(order.req_id)
         if pending is None:
             failure = ReceiveFailure.MISMATCH
@@ -178,24 +179,24 @@ class Consumer:
 
     @property
     def has_outcomes(self) -> bool:
-        """Whether `take_outcomes` has something to tell."""
+        """Whether `take_outcomes` would return something."""
         return bool(self._outcomes)
 
     def take_outcomes(self) -> list[Outcome]:
-        """Requests that ended since the last call, each named once."""
+        """Returns the requests that ended since the last call, each once."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def metrics(self) -> dict[str, int]:
-        """By key of `metrics.DECODE`, all but the bytes."""
+        """Counters by key of `metrics.DECODE`, except bytes."""
         phases = Counter(self.live.values())
         gauges = {f"receives.{phase.value}": phases[phase] for phase in Phase}
         return {**gauges, "peer_ranks": len(self._peers), **self.counts.values()}
 
-    # ---------------------------------------------------------------------------------- what prefill says
+    # ---------------------------------------------------------------------------------- messages from prefill
 
     def receive(self, now: float, message: ToDecode) -> str:
-        """A message of a prefill rank. Returns why it was not taken, or ""."""
+        """Handles a message of a prefill rank. Returns the reason if it was rejected, or ""."""
         if isinstance(message, Hello):
             return self._hello(now, message)
         if isinstance(message, Declined):
@@ -238,12 +239,12 @@ class Consumer:
         return ""
 
     def refuse(self, hello: Hello, reason: str) -> str:
-        """A session with the secret can't be a peer. Returns the reason."""
+        """Refuses an authenticated session as a peer. Returns the reason."""
         self._send(hello.session, Refused(self.session, hello.session, printable(reason)))
         return reason
 
     def admit(self, now: float, hello: Hello) -> str:
-        """Its memory can be read: the session is a peer. Returns why not, or ""."""
+        """Registers a session as a peer, now that its memory can be read. Returns why not, or ""."""
         if hello.session not in self._peers:
             for session, peer in list(self._peers.items()):
                 if (peer.hello.engine_id, peer.hello.tp_rank) == (hello.engine_id, hello.tp_rank):
@@ -266,13 +267,14 @@ class Consumer:
         return ""
 
     def _decline(self, pending: Pending, message: Declined) -> None:
-        """No transfer will come from a prefill rank; a request that others serve by now needs none."""
+        """Records that a prefill rank will not transfer; has no effect if other ranks already serve the
+        request."""
         if pending.phase is Phase.WAITING:
             pending.prefill_layout = message.digest
             self._fail(pending, ReceiveFailure.MISMATCH, message.reason or "prefill can't serve this engine")
 
     def _forget(self, now: float, session: str) -> None:
-        """A prefill session is gone for good."""
+        """Drops a prefill session that is gone for good, and its transfers."""
         for pull in [p for p in self._early.values() if p.session == session]:
             self._give_up(pull, "prefill restarted")
         for pending in list(self._requests.values()):
@@ -338,10 +340,10 @@ class Consumer:
             if pending is not None:
                 self._advance(now, pending)
 
-    # ------------------------------------------------------------------------------------ reads and states
+    # --------------------------------------------------------------------------------------- reads and states
 
     def read_done(self, now: float, number: int, error: str = "") -> None:
-        """A read is over, its memory quiet. Every order gets exactly one such call."""
+        """Records that a read ended and no longer writes memory. Must be called exactly once per order."""
         req_id, pull = self._reads.pop(number)
         pull.reading = None
         pending = self._requests[req_id]
@@ -355,7 +357,7 @@ class Consumer:
         self._advance(now, pending)
 
     def _adopt(self, pending: Pending) -> None:
-        """Gives a waiting request the transfers that are for it, unless reads of older ones are going on."""
+        """Assigns matching transfers to a waiting request, unless reads of older ones are still running."""
         if pending.phase is not Phase.WAITING or self._busy(pending):
             return
         for pull in list(self._early.values()):
@@ -364,7 +366,7 @@ class Consumer:
                 continue
             others = [self._peers[other.session].hello.engine_id for other in pending.pulls.values()]
             if any(engine != peer.hello.engine_id for engine in others) or peer.member in pending.pulls:
-                continue  # of another attempt: its turn comes when this one is lost
+                continue  # belongs to another attempt: used when this one is lost
             reason = pull.unfit(pending.order)
             if reason:
                 self._give_up(pull, reason)
@@ -402,7 +404,7 @@ class Consumer:
             self._end(pending)
 
     def _next_order(self, now: float, pending: Pending, pull: Pull) -> None:
-        """Orders what has been published and not read, of one chunk; or asks to finish."""
+        """Orders the next unread layers of one chunk, or sends `Finish`."""
         while pull.read_chunks < len(pull.chunks):
             chunk = pull.chunks[pull.read_chunks]
             if pull.read_layers >= min(chunk.layers, self._num_layers):
@@ -420,7 +422,7 @@ class Consumer:
     def _order(
         self, pending: Pending, pull: Pull, layers: range, pairs: Sequence[tuple[int, int, int]]
     ) -> bool:
-        """Orders a read; False when this rank has nothing to read of these layers, which counts as read."""
+        """Orders a read. Returns False if this rank reads nothing of these layers, which counts as read."""
         done = layers.stop == self._num_layers
         pull.reading_to = (pull.read_chunks + done, 0 if done else layers.stop)
         main, indexer = self._peers[pull.session].shares(pairs, self._tp_size, self._tp_rank)
@@ -439,7 +441,7 @@ class Consumer:
     def _lose(
         self, now: float, pending: Pending, failure: ReceiveFailure, reason: str, wait_s: float
     ) -> None:
-        """The current attempt is over. The request waits so long for another one, if it has any left."""
+        """Ends the current attempt. The request waits `wait_s` for another one, if it has any left."""
         self._drop_pulls(pending, reason)
         if wait_s and pending.attempts <= self._limits.retries and pending.phase is not Phase.ENDING:
             pending.phase, pending.failure, pending.reason = Phase.WAITING, failure, reason
@@ -480,7 +482,7 @@ class Consumer:
         pending.pulls.clear()
 
     def _give_up(self, pull: Pull, reason: str) -> None:
-        """Nothing more is read of a transfer, and prefill is told."""
+        """Stops reading a transfer and tells prefill."""
         self._early.pop(pull.key, None)
         self._held.pop(pull.key, None)
         self._gone[pull.key] = reason
@@ -495,7 +497,7 @@ class Consumer:
     # ------------------------------------------------------------------------------------------- the clock
 
     def tick(self, now: float) -> None:
-        """Heartbeats, repeats of `Finish`, and deadlines."""
+        """Sends heartbeats, repeats `Finish`, and enforces deadlines."""
         limits = self._limits
         self._declines.forget_old(now)
         for pending in list(self._requests.values()):
@@ -516,7 +518,7 @@ class Consumer:
                 self._forget(now, session)
 
     def _forget_one(self, now: float) -> bool:
-        """Makes room for another peer: the one that has been silent longest. Whether there is one."""
+        """Evicts the peer that has been silent longest, to make room. Returns whether one was evicted."""
         unused = self._unused()
         if unused:
             self._forget(now, min(unused, key=lambda session: self._peers[session].heard_at))
@@ -561,7 +563,8 @@ class Consumer:
                 self._send(session, Beat(self.session, session, part))
 
     def _tell_progress(self, pull: Pull, again: bool = False) -> None:
-        """Prefill waits for this before it uses the memory again; told anew with each heartbeat."""
+        """Reports read progress, which prefill awaits before it reuses the memory; repeated with each
+        heartbeat."""
         peer, read = self._peers.get(pull.session), (pull.read_chunks, pull.read_layers)
         if peer is None or not peer.hello.progress or read == (0, 0) or (read == pull.told and not again):
             return
@@ -569,7 +572,7 @@ class Consumer:
         entry = (pull.publish.transfer, *read)
         self._send(pull.session, Progress(self.session, pull.session, (entry,)))
 
-    # ------------------------------------------------------------------------------------------------ parts
+    # ------------------------------------------------------------------------------------------------ helpers
 
     def _find(self, session: str, transfer: int) -> Pull | None:
         key = (session, transfer)

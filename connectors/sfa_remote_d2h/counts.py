@@ -1,4 +1,4 @@
-"""What the two state machines count, by the keys of their field sets. Pure."""
+"""Counters of the two state machines, by the keys of their field sets. Pure."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from vllm_kvoffload.metrics.layout import Histogram
 
 @dataclass
 class TransferCounts:
-    """Prefill: transfers since the start."""
+    """Prefill: counts of transfers since the start."""
 
     opened: int = 0
     closed: Counter[TransferEnd] = field(default_factory=Counter)
 
     def values(self) -> dict[str, int]:
-        """By key of `metrics.PREFILL`."""
+        """Counters by key of `metrics.PREFILL`."""
         closed = {f"transfers_closed.{end.value}": self.closed[end] for end in TransferEnd}
         return {"transfers_opened": self.opened, **closed}
 
 
 @dataclass
 class ReceiveCounts:
-    """Decode: requests since the start. seconds: of those received, from allocation to the last answer."""
+    """Decode: counts of requests since the start. seconds: of received ones, from allocation to the last
+    answer."""
 
     started: int = 0
     done: int = 0
@@ -33,12 +34,12 @@ class ReceiveCounts:
     seconds: Histogram = field(default_factory=receive_seconds)
 
     def received(self, seconds: float) -> None:
-        """A request is complete, so long after its blocks were allocated."""
+        """Counts a complete request, `seconds` after its blocks were allocated."""
         self.done += 1
         self.seconds.observe(seconds)
 
     def values(self) -> dict[str, int]:
-        """By key of `metrics.DECODE`."""
+        """Counters by key of `metrics.DECODE`."""
         failed = {f"receives_failed.{why.value}": self.failed[why] for why in ReceiveFailure}
         counts = {"receives_started": self.started, "receives_done": self.done}
         return {**counts, "receive_retries": self.retries, **failed, **self.seconds.values()}

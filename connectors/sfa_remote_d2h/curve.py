@@ -1,4 +1,4 @@
-"""CURVE for the control sockets: only engines that have the shared key can send and read messages."""
+"""CURVE encryption of the control sockets: only engines with the shared key can exchange messages."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _ZAP = "inproc://zeromq.zap.01"
 
 
 class ControlKey:
-    """A key pair from a secret key as `read_control_key` gives it; both sides use the same pair.
+    """A key pair derived from a secret key (see `read_control_key`); both sides use the same pair.
 
-    Raises ConfigError: this libzmq has no CURVE.
+    Raises ConfigError if this libzmq lacks CURVE.
     """
 
     def __init__(self, secret: str) -> None:
@@ -28,18 +28,18 @@ class ControlKey:
         self.public = z85.decode(self._public)
 
     def serve(self, socket: zmq.Socket[bytes]) -> None:
-        """For the listening side, before it is bound; needs a `Gatekeeper` in its context."""
+        """Configures a listening socket; call before it is bound. Its context needs a `Gatekeeper`."""
         socket.curve_server = True
         socket.curve_secretkey = self._secret
 
     def connect(self, socket: zmq.Socket[bytes]) -> None:
-        """For the side that connects, before it does."""
+        """Configures a connecting socket; call before it connects."""
         socket.curve_secretkey, socket.curve_publickey = self._secret, self._public
         socket.curve_serverkey = self._public
 
 
 class Gatekeeper:
-    """Lets the holders of one key in: libzmq asks it about every connection of a context (ZAP, RFC 27).
+    """Admits only holders of one key: libzmq asks it about every connection of a context (ZAP, RFC 27).
 
     CURVE alone would admit every client that knows the server's public key.
     """
@@ -50,7 +50,7 @@ class Gatekeeper:
         self.socket.bind(_ZAP)
 
     def answer(self) -> None:
-        """What was asked since the last call."""
+        """Answers the requests that arrived since the last call."""
         while True:
             try:
                 frames = self.socket.recv_multipart(flags=zmq.NOBLOCK)
@@ -62,5 +62,5 @@ class Gatekeeper:
             self.socket.send_multipart([version, request, *status, b"", b""])
 
     def close(self) -> None:
-        """Connections are refused from now on."""
+        """Stops answering, so that libzmq refuses new connections."""
         self.socket.close(linger=0)

@@ -1,4 +1,5 @@
-"""Named facts that prefill and decode must agree on: their digest, and where two engines differ. Pure."""
+"""Named facts that prefill and decode must agree on, their digest, and the differences of two engines.
+Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def digest_of(facts: Mapping[str, str]) -> str:
 
 
 def differences(prefill: Mapping[str, str], decode: Mapping[str, str]) -> str:
-    """The facts in which two engines differ, with both values: "dtype (prefill a, decode b), ..."."""
+    """Lists the facts that differ, with both values: "dtype (prefill a, decode b), ..."."""
     keys = [key for key in {**decode, **prefill} if prefill.get(key) != decode.get(key)]
     return ", ".join(
         f"{key} (prefill {prefill.get(key, 'unknown')}, decode {decode.get(key, 'unknown')})" for key in keys
@@ -25,7 +26,7 @@ def differences(prefill: Mapping[str, str], decode: Mapping[str, str]) -> str:
 
 
 def clipped(text: str) -> str:
-    """The text; if it is long, its beginning and a digest, so that different values stay different."""
+    """Shortens a long text to its beginning and a digest, so that different values stay different."""
     text = printable(text, 1 << 20)
     if len(text) <= FACT_LENGTH:
         return text

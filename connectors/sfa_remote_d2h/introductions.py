@@ -1,4 +1,4 @@
-"""Which prefill sessions a decode rank admits, and requests that were declined too early. Pure."""
+"""Admission of prefill sessions on a decode rank, and declines that arrive before their requests. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.facts import differences, digest_o
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import Declined, Hello
 
 MAX_PEERS = 1024
-"""Prefill ranks that a decode rank knows at a time."""
+"""Maximum number of prefill ranks known to a decode rank at a time."""
 
 DECLINES_KEPT = 1024
 OVER_KEPT = 4096
 
 
 class Admission:
-    """Admits prefill sessions that know the secret of this start and have the same model and layout.
+    """Admits prefill sessions that know the current secret and have the same model and layout.
 
     secret: "" until it is known here; until then no session is admitted. facts: see `Layout.facts`.
     """
@@ -30,11 +30,11 @@ class Admission:
         self._tp_size, self._tp_rank = tp_size, tp_rank
 
     def has_secret(self, secret: str) -> bool:
-        """Whether this is the secret, compared in constant time."""
+        """Compares with the secret in constant time."""
         return bool(self.secret) and hmac.compare_digest(secret.encode(), self.secret.encode())
 
     def refusal(self, hello: Hello) -> str:
-        """Why a session can't be a peer, "" if it can."""
+        """Returns why a session cannot be a peer, "" if it can."""
         if hello.digest != self._digest:
             named = differences(hello.facts, self._facts)
             return f"prefill and decode differ in {named or 'what their digests are made of'}"
@@ -46,18 +46,18 @@ class Admission:
 
 
 def same_rank(known: Hello, hello: Hello) -> bool:
-    """Whether two introductions are the same; the secret is decode's, not theirs."""
+    """Whether two introductions are of the same rank; ignores the secret, which is decode's."""
     return known == msgspec.structs.replace(hello, secret=known.secret)
 
 
 class Declines:
-    """`Declined` messages that came before their requests did.
+    """Keeps `Declined` messages that arrived before their requests.
 
-    Of a request that ended here lately none is kept: each of prefill's ranks sends one, and those that come
-    after the end must not meet the next request of that name.
+    None is kept for a request that ended here recently: each prefill rank sends one, and a late one must
+    not fail the next request of the same name.
 
     Args:
-        keep_s: how long one is kept, and an end is remembered.
+        keep_s: how long a message is kept, and how long the end of a request is remembered.
     """
 
     def __init__(self, keep_s: float) -> None:
@@ -70,7 +70,7 @@ class Declines:
         return len(self._kept)
 
     def keep(self, now: float, message: Declined) -> None:
-        """Keeps a message about a request that is not known here."""
+        """Keeps a message about an unknown request."""
         key = (message.request, message.prompt)
         if now - self._over.get(key, float("-inf")) >= self._keep_s:
             self._kept.pop(key, None)
@@ -79,19 +79,19 @@ class Declines:
             self._kept.popitem(last=False)
 
     def take(self, now: float, request: str, prompt: bytes) -> Declined | None:
-        """The message kept about a request that has become known, if there is one."""
+        """Returns and removes the message kept about a request that has become known, if any."""
         kept = self._kept.pop((request, prompt), None)
         return kept[1] if kept is not None and now - kept[0] < self._keep_s else None
 
     def over(self, request: str, prompt: bytes) -> None:
-        """A request has ended, at about the time of the last tick."""
+        """Records that a request ended, at about the time of the last tick."""
         self._over.pop((request, prompt), None)
         self._over[request, prompt] = self._now
         while len(self._over) > OVER_KEPT:
             self._over.popitem(last=False)
 
     def forget_old(self, now: float) -> None:
-        """Drops what was kept for too long."""
+        """Drops expired messages."""
         self._now = now
         while self._kept and now - next(iter(self._kept.values()))[0] >= self._keep_s:
             self._kept.popitem(last=False)

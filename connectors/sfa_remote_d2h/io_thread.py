@@ -1,4 +1,4 @@
-"""A thread that owns sockets and a state machine's clock; other threads only wake it."""
+"""Base of the threads that own sockets and drive a state machine's clock; other threads only wake them."""
 
 from __future__ import annotations
 
@@ -20,30 +20,32 @@ logger = get_logger(__name__)
 TICK_S = 0.1
 STOP_S = 5.0
 BACKOFF_S = 1.0
-"""Longest pause after an error of a whole round; each pause in a row is twice as long as the last."""
+"""Longest pause after a round that raised an error; the pause doubles with each error in a row."""
 
 MAX_SOCKETS = 8192
-"""Of a context: libzmq's own limit is 1023."""
+"""Per context; libzmq's default limit is 1023."""
 
 HANDSHAKE_MS = 5000
 KEEPALIVE_S = 60
 
 LATE_S = 1.0
-"""A thread that looks so much later than it wants to says so: leases may end meanwhile."""
+"""The thread logs a delay of more than this, since leases may expire meanwhile."""
 
 PUBLISH_S = 0.05
-"""Least time between two publications of metrics: with reads in flight there is a round every millisecond."""
+"""Shortest time between two publications of metrics: with reads in flight there is a round every
+millisecond."""
 
 
 IDLE_S = (0.001, 0.01)
-"""First and longest wait of a step that computes nothing; each such step waits twice as long as the last."""
+"""First and longest wait of a step that computes nothing; the wait doubles with each such step."""
 
 
 class Idle:
-    """Lets an engine that only waits for its peer wait for news, instead of taking steps without work.
+    """Lets an engine that only waits for its peer sleep briefly instead of running empty steps.
 
-    An engine with such requests would take one step after the other, on all its cores: its processes spin
-    while they wait for each other. The wait is short since a new request is only seen at its end.
+    Without it such an engine would run one step after the other on all its cores, because its processes
+    spin while they wait for each other. The wait is short because a new request is noticed only at its
+    end.
     """
 
     def __init__(self) -> None:
@@ -51,32 +53,32 @@ class Idle:
         self._wait_s = IDLE_S[0]
 
     def tell(self) -> None:
-        """There is something for the engine, which ends a wait."""
+        """Signals that there is a result for the engine, which ends a wait."""
         self._news.set()
 
     def begin(self) -> None:
-        """Before looking for something: what comes from here on ends the next wait."""
+        """Call before checking for results: a signal after this call ends the next wait."""
         self._news.clear()
 
     def worked(self) -> None:
-        """A step computed something, or has something to tell."""
+        """The step computed something or has a result: the next wait is short again."""
         self._wait_s = IDLE_S[0]
 
     def wait(self) -> None:
-        """In a step that has nothing to do."""
+        """Waits in a step that has no work."""
         self._news.wait(self._wait_s)
         self._wait_s = min(2 * self._wait_s, IDLE_S[1])
 
 
 class IOThread(ABC):
-    """Subclasses implement `_round` and `_metrics`, and guard what they share with `lock`.
+    """Runs a thread. Subclasses implement `_round` and `_metrics`, and guard shared state with `lock`.
 
     Args:
-        channel: where the metrics go; it is closed at the end.
+        channel: receives the metrics; closed at the end.
 
     Attributes:
-        errors: how many exceptions were caught; the thread goes on after each.
-        quiet: rate-limited log for lines that peers can cause.
+        errors: number of exceptions caught; the thread continues after each.
+        quiet: rate-limited log for lines that peers can trigger.
     """
 
     def __init__(self, name: str, channel: StatsChannel | None = None) -> None:
@@ -96,12 +98,12 @@ class IOThread(ABC):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begins to serve."""
+        """Starts the thread."""
         self._looked_at = time.monotonic()
         self._thread.start()
 
     def wake(self) -> None:
-        """Makes the thread look at once."""
+        """Makes the thread run a round at once."""
         if not self._stop:
             os.eventfd_write(self._wake_fd, 1)
 
@@ -123,7 +125,8 @@ class IOThread(ABC):
         os.close(self._wake_fd)
 
     def attempt(self, what: str, function: Callable[..., None], *args: object) -> bool:
-        """Calls a function for one item; whether it succeeded. An exception is counted and logged."""
+        """Calls a function for one item and returns whether it succeeded. Exceptions are counted and
+        logged."""
         try:
             function(*args)
             return True
@@ -167,18 +170,19 @@ class IOThread(ABC):
 
     @abstractmethod
     def _round(self, ready: set[zmq.Socket[bytes]], now: float) -> None:
-        """Something arrived, another thread woke this one, or time passed."""
+        """Runs one round: a message arrived, another thread woke this one, or time passed."""
 
     @abstractmethod
     def _metrics(self) -> dict[str, int]:
-        """What is published, by the keys of the channel's field set."""
+        """Returns the metrics to publish, by the keys of the channel's field set."""
 
-    def _close(self) -> None:  # noqa: B027  # most have nothing else to close
-        """Lets go of what the subclass opened; the thread has ended."""
+    def _close(self) -> None:  # noqa: B027  # most subclasses have nothing else to close
+        """Releases the subclass's resources after the thread has ended."""
 
 
 def set_options(socket: zmq.Socket[bytes], queue_length: int) -> None:
-    """Sets the options of both sides' sockets. queue_length: messages that libzmq keeps, each way."""
+    """Sets the socket options shared by both sides. queue_length: messages that libzmq queues in each
+    direction."""
     for option, value in (
         (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
         (zmq.RCVHWM, queue_length),
@@ -191,7 +195,7 @@ def set_options(socket: zmq.Socket[bytes], queue_length: int) -> None:
 
 
 def send(socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
-    """Never blocks. What can't be sent is lost, which the protocol allows for."""
+    """Sends without blocking. Messages that cannot be sent are lost, which the protocol tolerates."""
     try:
         socket.send_multipart(frames, flags=zmq.NOBLOCK)
     except zmq.ZMQError as error:
@@ -199,7 +203,7 @@ def send(socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
 
 
 def receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
-    """The next message that has arrived, if there is one."""
+    """Returns the next message that has arrived, None if there is none."""
     try:
         return socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
     except zmq.Again:
@@ -207,17 +211,17 @@ def receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
 
 
 def connection_name(session: str) -> bytes:
-    """A ZeroMQ identity for one connection of a session. Two connections of one name would take each other's
-    messages, and an engine may be connected to under several names."""
+    """Returns a ZeroMQ identity for one connection of a session. Connections with equal names would take
+    each other's messages, and an engine may be reached under several names."""
     return f"{session}/{secrets.token_hex(4)}".encode()
 
 
 def is_connection_of(identity: bytes, session: str) -> bool:
-    """Whether a connection's name is one of a session's."""
+    """Whether a connection's name belongs to a session."""
     name = session.encode()
     return identity == name or identity.startswith(name + b"/")
 
 
 def tcp(host: str, port: int) -> str:
-    """A ZeroMQ address."""
+    """Formats a ZeroMQ address."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -1,4 +1,4 @@
-"""Where each layer's KV lies in this process, as the wire and the transfer engine describe it."""
+"""Locates each layer's KV in this process, in the terms of the wire and the transfer engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MODEL_KEYS = (
 
 
 def layer_index(name: str) -> int:
-    """Layer number in a cache's name. Raises ValueError."""
+    """Parses the layer number from a cache's name. Raises ValueError."""
     match = _LAYER.search(name)
     if match is None:
         raise ValueError(f"no layer number in {name!r}")
@@ -32,7 +32,7 @@ def layer_index(name: str) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """KV of this process: layers in the order in which they are computed, and the memory they lie in."""
+    """KV of this process: layers in computation order, and the memory regions that hold them."""
 
     layers: tuple[LayerLayout, ...]
     regions: tuple[Region, ...]
@@ -40,13 +40,14 @@ class Layout:
 
     @classmethod
     def of(cls, caches: Mapping[str, torch.Tensor | tuple[torch.Tensor, ...]], num_blocks: int) -> Layout:
-        """From what vLLM registers: for each cache's name a tensor, or several, [blocks, ...].
+        """Builds the layout from the caches that vLLM registers: per name one or more tensors [blocks,
+        ...].
 
-        Raises ValueError: a block is not one piece of memory, or there are other numbers of blocks.
+        Raises ValueError if a block is not contiguous or the numbers of blocks differ.
         """
         main: dict[int, list[tuple[int, int, int]]] = {}
         indexer: dict[int, list[tuple[int, int, int]]] = {}
-        # Storages may begin at the same address and differ in length: none of them may hide another.
+        # Storages may share an address but differ in length: keep all of them.
         regions: dict[tuple[int, int], Region] = {}
         for name, cache in caches.items():
             kind = indexer if "indexer" in name.lower() else main
@@ -62,7 +63,7 @@ class Layout:
         return cls(tuple(layers), _merged(regions.values()), num_blocks)
 
     def facts(self, model: Any, dtype: object, block_size: int) -> dict[str, str]:
-        """The facts that both sides must agree on. model: the HF text config."""
+        """Returns the facts that both sides must agree on. model: the HF text config."""
         values = {key: _text(getattr(model, key, None)) for key in _MODEL_KEYS}
         values |= {"dtype": str(dtype), "block_size": str(block_size), "layers": str(len(self.layers))}
         return {**values, "block_bytes": clipped(_sizes(self.layers))}
@@ -73,7 +74,7 @@ def _text(value: object) -> str:
 
 
 def _sizes(layers: Sequence[LayerLayout]) -> str:
-    """Bytes of a block of each layer, equal neighbours taken together: "0-2: 128, indexer 32; 3: 128"."""
+    """Lists bytes of a block per layer, equal neighbours merged: "0-2: 128, indexer 32; 3: 128"."""
     runs: list[tuple[int, int, str]] = []
     for layer in layers:
         main, indexer = ("+".join(map(str, sizes)) for sizes in layer.sizes)
@@ -86,7 +87,7 @@ def _sizes(layers: Sequence[LayerLayout]) -> str:
 
 
 def _merged(regions: Iterable[Region]) -> tuple[Region, ...]:
-    """The regions, overlapping ones merged."""
+    """Merges overlapping regions."""
     merged: list[Region] = []
     for region in sorted(regions, key=lambda region: (region.address, region.nbytes)):
         last = merged[-1] if merged else None
@@ -102,7 +103,7 @@ def _component(name: str, tensor: torch.Tensor, num_blocks: int) -> tuple[int, i
     if tensor.shape[0] % num_blocks or not tensor[0].is_contiguous():
         shape, strides = tuple(tensor.shape), tensor.stride()
         raise ValueError(f"{name}: blocks of shape {shape}, strides {strides} can't be pulled one by one")
-    if tensor.shape[0] != num_blocks:  # kernel blocks, several of which make one of the scheduler's
+    if tensor.shape[0] != num_blocks:  # kernel blocks, several per scheduler block
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: kernel blocks that are not contiguous")
         tensor = tensor.view(num_blocks, -1)

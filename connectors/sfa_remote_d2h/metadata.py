@@ -1,4 +1,4 @@
-"""What the scheduler's halves tell the workers' halves, once per step."""
+"""Messages from the scheduler halves to the worker halves, one per step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from vllm_kvoffload.metrics.fields import ReceiveFailure
 
 @dataclass(frozen=True)
 class Target:
-    """Decode's control plane, from the rendezvous: `port` is that of TP rank 0 of the request's DP rank.
+    """Decode's control plane, from the rendezvous; `port` belongs to TP rank 0 of the request's DP rank.
 
-    secret: of this start of decode; a prefill rank must present it when it introduces itself.
+    secret: of the current run of decode; a prefill rank presents it in its `Hello`.
     """
 
     host: str
@@ -29,9 +29,9 @@ class Target:
 
 @dataclass(frozen=True)
 class PrefillStep:
-    """What a step computes of a request that decode waits for. opens: the first step of a transfer.
+    """The part of a step that concerns one request that decode waits for. opens: first step of a transfer.
 
-    start, blocks: those that this step completes, and decode lacks. final: nothing comes after them.
+    start, blocks: blocks that this step completes and decode lacks. final: no more blocks will follow.
     """
 
     req_id: str
@@ -47,7 +47,7 @@ class PrefillStep:
 
 @dataclass(frozen=True)
 class Decline:
-    """Tells all ranks of decode that no transfer of a request will come, and why."""
+    """Tells all decode ranks that a request will not be transferred, and why."""
 
     request: str
     target: Target
@@ -57,8 +57,8 @@ class Decline:
 
 @dataclass
 class PrefillMetadata(KVConnectorMetadata):
-    """dropped: requests whose blocks were taken back, and whether they will come again. held: finished ones
-    whose blocks stay until the worker names them. declined: those that can't be handed over."""
+    """dropped: requests that lost their blocks, and whether they will be scheduled again. held: finished
+    ones whose blocks stay until the worker releases them. declined: requests that cannot be handed over."""
 
     steps: list[PrefillStep] = field(default_factory=list)
     dropped: list[tuple[str, bool]] = field(default_factory=list)
@@ -68,8 +68,8 @@ class PrefillMetadata(KVConnectorMetadata):
 
 @dataclass
 class DecodeMetadata(KVConnectorMetadata):
-    """receives: newly allocated requests. answered: rendezvous that ended, with an error or "". secret: what
-    prefill ranks have to present, "" while there is none."""
+    """receives: newly allocated requests. answered: rendezvous that ended, with an error or "". secret:
+    the secret that prefill ranks must present, "" while there is none."""
 
     receives: list[Receive] = field(default_factory=list)
     answered: list[tuple[str, str]] = field(default_factory=list)
@@ -78,19 +78,19 @@ class DecodeMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class LayoutMetadata(KVConnectorHandshakeMetadata):
-    """Digest of the worker's layout, which the scheduler's half puts into every rendezvous."""
+    """Digest of the worker's layout, which the scheduler half puts into every rendezvous."""
 
     digest: str
 
 
 @dataclass
 class ReceiveReport(KVConnectorWorkerMetadata):
-    """Receives that failed in a step, by request id: of one rank, or merged from several."""
+    """Receives that failed in a step, by request id; of one rank, or merged from several."""
 
     failures: dict[str, Failure]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReceiveReport:
-        """Another rank's report joins; of two reasons for one request a mismatch says more."""
+        """Merges another rank's report; of two reasons for one request, a mismatch takes precedence."""
         assert isinstance(other, ReceiveReport)
         failures = dict(self.failures)
         for req_id, failure in other.failures.items():

@@ -1,4 +1,4 @@
-"""Validates `kv_transfer_params`, which any client may have written, into typed values."""
+"""Validates `kv_transfer_params`, which any client may set, into typed values."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from vllm_kvoffload.settings.hosts import HostList
 from vllm_kvoffload.settings.remote_d2h import MAX_PORT, external_id
 
 MAX_ID = 256
-"""Characters of an external request id: it travels in every message about the request."""
+"""Maximum length of an external request id, which every message about the request contains."""
 
 MAX_TP = 64
-"""Most ranks of a decode engine: one request may make prefill connect to all of them."""
+"""Maximum tensor-parallel size of a decode engine: one request may make prefill connect to all its ranks."""
 
 _SECRET = re.compile(r"[0-9a-fA-F]{0,64}")
 
 
 class Refusal(ValueError):
-    """The parameters can't be followed, and why, in one line. target: decode engine to tell, if known."""
+    """The parameters are invalid, with a one-line reason. target: decode engine to notify, if known."""
 
     def __init__(self, reason: str, target: Target | None = None) -> None:
         super().__init__(reason)
@@ -33,7 +33,7 @@ class Refusal(ValueError):
 
 
 def request_name(req_id: str) -> str:
-    """The id that the other engine knows. Raises Refusal for one that must not travel."""
+    """Returns the id that the other engine uses. Raises Refusal for an id that must not be sent."""
     name = external_id(req_id)
     if not 0 < len(name) <= MAX_ID or not name.isprintable():
         raise Refusal(f"request id {shown(name)}: 1 to {MAX_ID} printable characters are allowed")
@@ -42,11 +42,11 @@ def request_name(req_id: str) -> str:
 
 @dataclass(frozen=True)
 class ReceiveParams:
-    """Decode: the request's KV is to come from prefill.
+    """Decode: the request's KV is to be received from prefill.
 
-    metaserver: where to post for it, "" where prefill comes by itself (`do_virtual`).
+    metaserver: URL of the rendezvous, "" where prefill comes by itself (`do_virtual`).
     failures: URL for a failure notice, "" for none.
-    refusal: why it can't be received, "" if it can.
+    refusal: why the request cannot be received, "" if it can.
     """
 
     metaserver: str = ""
@@ -55,7 +55,7 @@ class ReceiveParams:
 
     @classmethod
     def of(cls, params: object, hosts: HostList) -> ReceiveParams | None:
-        """None for a request without `do_remote_prefill`."""
+        """Returns None for a request without `do_remote_prefill`."""
         if not params:
             return None
         if not isinstance(params, Mapping):
@@ -91,14 +91,14 @@ def _metaserver(params: Mapping[str, Any], hosts: HostList) -> str:
 
 @dataclass(frozen=True)
 class HandOverParams:
-    """Prefill: the request's KV is for decode, which has the first `cached_tokens` already."""
+    """Prefill: the request's KV is for a decode engine that already has the first `cached_tokens`."""
 
     target: Target
     cached_tokens: int
 
     @classmethod
     def of(cls, params: object, req_id: str, tp_size: int, hosts: HostList) -> HandOverParams | None:
-        """None for a request without `do_remote_decode`. tp_size: of this engine. Raises Refusal."""
+        """Returns None for a request without `do_remote_decode`. tp_size: of this engine. Raises Refusal."""
         if not params:
             return None
         if not isinstance(params, Mapping):
@@ -114,7 +114,7 @@ class HandOverParams:
 
 
 def _own(params: Mapping[str, Any], req_id: str) -> Mapping[str, Any]:
-    """The request's own part of the rendezvous: one call may carry several prompts."""
+    """Selects the request's own part of the rendezvous: one call may carry several prompts."""
     batch = params.get("batch_kv_transfer_params")
     if batch is None:
         return params

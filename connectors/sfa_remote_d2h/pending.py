@@ -1,4 +1,4 @@
-"""What a decode rank knows of the requests it receives: orders, phases, transfers. Pure."""
+"""State of the requests that a decode rank receives: orders, phases, transfers. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_kvoffload.metrics.fields import ReceiveFailure
 
 @dataclass(frozen=True)
 class Receive:
-    """A request to be received. blocks: ids of all its blocks here; the first `first` have their KV."""
+    """A request to be received. blocks: ids of all its blocks; the first `first` already have their KV."""
 
     req_id: str
     request: str
@@ -23,13 +23,13 @@ class Receive:
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """Blocks that are to be read."""
+        """The blocks to read."""
         return self.blocks[self.first :]
 
 
 @dataclass(frozen=True)
 class ReadOrder:
-    """A read to be made: `layers` of some blocks, pairs of (block here, block on prefill)."""
+    """A read to perform: `layers` of some blocks, as pairs of (block here, block on prefill)."""
 
     number: int
     session: str
@@ -41,10 +41,10 @@ class ReadOrder:
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of a request here. `failed_blocks`: what must not be attended to, empty when all went well.
+    """End of a receive. `failed_blocks`: blocks that must not be attended to; empty on success.
 
-    failure: kind of the failure, None when all went well. prefill_layout: digest of the prefill that doesn't
-    fit, "" where that is not the failure.
+    failure: kind of failure, None on success. prefill_layout: digest of the mismatching prefill, "" for
+    other failures.
     """
 
     req_id: str
@@ -56,7 +56,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a request was not received, as the engine and the proxy are told.
+    """Why a request was not received, as reported to the engine and the proxy.
 
     reason: one sentence. failure: a value of `ReceiveFailure`. prefill_layout: as in `Outcome`.
     """
@@ -67,7 +67,7 @@ class Failure:
 
 
 class Phase(str, Enum):
-    """Of a request."""
+    """Phase of a request."""
 
     WAITING = "waiting"
     READING = "reading"
@@ -76,9 +76,9 @@ class Phase(str, Enum):
 
 @dataclass
 class Peer:
-    """A prefill session that introduced itself.
+    """A prefill session that was admitted.
 
-    ratio: prefill ranks that serve one decode rank. member: which of these it is.
+    ratio: prefill ranks per decode rank. member: index of this one among them.
     """
 
     hello: Hello
@@ -89,7 +89,7 @@ class Peer:
     def shares(
         self, pairs: Sequence[tuple[int, int, int]], tp_size: int, tp_rank: int
     ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """What a decode rank reads from it, of main KV and of indexer KV, out of `Pull.pairs`.
+        """Selects the main KV and indexer KV that a decode rank reads from this peer, out of `Pull.pairs`.
 
         Main blocks are divided among decode's ranks, which share a host pool, and come from member 0.
         Indexer blocks are needed by every decode rank, and divided among the prefill ranks that serve it.
@@ -103,9 +103,10 @@ class Peer:
 
 @dataclass(eq=False)
 class Pull:
-    """One transfer as decode sees it.
+    """Decode's view of one transfer.
 
-    read_chunks, read_layers: chunks read, layers of the next one. told: what prefill was told of that.
+    read_chunks, read_layers: chunks read completely, layers read of the next one. told: the progress last
+    reported to prefill.
     """
 
     session: str
@@ -126,16 +127,16 @@ class Pull:
     end: int = 0
 
     def take(self, message: Publish, blocks_there: int, num_layers: int) -> str:
-        """Adds the chunks of a `Publish`; returns how they contradict what is known, or "".
+        """Adds the chunks of a `Publish`. Returns how they contradict earlier ones, or "".
 
-        blocks_there: blocks that prefill has. No chunk is kept that contradicts earlier ones: blocks beyond
+        blocks_there: number of blocks on prefill. A contradicting chunk is not kept: blocks beyond
         the prompt or prefill's cache, or twice; chunks out of order, changed, or after the last.
         """
         same = (message.request, message.prompt, message.num_blocks)
         if same != (self.publish.request, self.publish.prompt, self.publish.num_blocks):
             return "another request under the same transfer"
         if message.first > len(self.chunks):
-            return ""  # what lies between was lost: a heartbeat asks for it
+            return ""  # chunks in between were lost: a heartbeat asks for them
         for index, chunk in enumerate(message.chunks, message.first):
             reason = self._take_chunk(index, chunk, blocks_there, num_layers)
             if reason:
@@ -162,7 +163,7 @@ class Pull:
         return ""
 
     def _contradiction(self, index: int, chunk: Chunk, blocks_there: int) -> str:
-        """Why a chunk can't follow those that are known, "" if it can."""
+        """Returns why a chunk cannot follow the known ones, "" if it can."""
         end, taken = chunk.start + len(chunk.blocks), set(chunk.blocks)
         if self.complete or (self.chunks and not self.chunks[-1].blocks):
             return f"chunk {index} after the last"
@@ -175,7 +176,7 @@ class Pull:
         return ""
 
     def unfit(self, order: Receive) -> str:
-        """Why it is not for a request of the same id, "" if it is."""
+        """Returns why the transfer does not match a request of the same id, "" if it does."""
         if self.publish.prompt != order.prompt:
             return "another prompt"
         if self.publish.num_blocks != len(order.blocks):
@@ -183,19 +184,20 @@ class Pull:
         return ""
 
     def pairs(self, order: Receive, chunk: Chunk) -> list[tuple[int, int, int]]:
-        """(block number in the request, block here, block on prefill) of what is wanted of a chunk."""
+        """Returns (block number in the request, block here, block on prefill) of the wanted blocks of a
+        chunk."""
         numbered = enumerate(chunk.blocks, chunk.start)
         return [
             (number, order.blocks[number], theirs) for number, theirs in numbered if number >= order.first
         ]
 
     def covers(self, order: Receive) -> bool:
-        """Whether the chunks have every wanted block."""
+        """Whether the chunks contain every wanted block."""
         have = {n for chunk in self.chunks for n in range(chunk.start, chunk.start + len(chunk.blocks))}
         return have >= set(range(order.first, len(order.blocks)))
 
     def known(self, num_layers: int) -> tuple[int, int]:
-        """Chunks known up to the first whose layers are not all known, and the layers of that one."""
+        """Number of chunks known up to the first incomplete one, and the layers known of that one."""
         for index, chunk in enumerate(self.chunks):
             if chunk.layers < num_layers:
                 return index + 1, chunk.layers
@@ -203,15 +205,15 @@ class Pull:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Session and number."""
+        """Session and transfer number."""
         return self.session, self.publish.transfer
 
 
 @dataclass(eq=False)
 class Pending:
-    """A request that has not ended here.
+    """A receive that has not ended.
 
-    reason, failure: why its last attempt was lost, where `reason` is not empty. prefill_layout: as in
+    reason, failure: why its last attempt was lost, if `reason` is not empty. prefill_layout: as in
     `Outcome`.
     """
 
@@ -228,7 +230,7 @@ class Pending:
 
 
 def describe(pending: Pending) -> str:
-    """How far a request is, for messages."""
+    """Describes the progress of a request, for messages."""
     pulls = [
         f"transfer {pull.publish.transfer}: {pull.read_chunks} of {len(pull.chunks)} chunks and "
         f"{pull.read_layers} layers read, {'all' if pull.complete else 'not all'} published, "

@@ -1,14 +1,14 @@
-"""Who talks to whom: control ports, tensor-parallel ranks, and which rank moves which blocks. Pure."""
+"""Assigns control ports, tensor-parallel ranks, and the blocks that each rank moves. Pure."""
 
 from __future__ import annotations
 
 
 class TPMismatchError(ValueError):
-    """Prefill's tensor-parallel size is no multiple of decode's."""
+    """Prefill's tensor-parallel size is not a multiple of decode's."""
 
 
 def tp_ratio(prefill_tp: int, decode_tp: int) -> int:
-    """Prefill ranks for each decode rank. Raises TPMismatchError."""
+    """Returns the number of prefill ranks per decode rank. Raises TPMismatchError."""
     if decode_tp < 1 or prefill_tp < decode_tp or prefill_tp % decode_tp:
         raise TPMismatchError(
             f"prefill has TP {prefill_tp}, decode TP {decode_tp}: prefill's must be a multiple of decode's"
@@ -17,14 +17,14 @@ def tp_ratio(prefill_tp: int, decode_tp: int) -> int:
 
 
 STRIPE_BLOCKS = 4
-"""Neighbouring blocks that one rank moves, so that their copies can be merged."""
+"""Neighbouring blocks moved by one rank, so that their copies can be merged."""
 
 
 def owner(block: int, ranks: int) -> int:
-    """Which of several ranks moves a block, given by its number in its request.
+    """Returns which of `ranks` ranks moves a block, given by its number in its request.
 
-    It depends on nothing else: two ranks may receive a request in different chunks, from different prefill
-    engines even, and together still have every block exactly once.
+    It depends on nothing else: two ranks may receive a request in different chunks, even from different
+    prefill engines, and together still get every block exactly once.
     """
     return block // STRIPE_BLOCKS % ranks
 
@@ -32,7 +32,7 @@ def owner(block: int, ranks: int) -> int:
 def chunk_range(
     cached_tokens: int, published_blocks: int, computed_tokens: int, block_size: int, final: bool
 ) -> tuple[int, int]:
-    """Blocks [begin, end) of a request that a step has completed and decode still lacks.
+    """Returns the blocks [begin, end) of a request that a step has completed and decode still lacks.
 
     Args:
         cached_tokens: prefix that decode has. published_blocks: end of what was published before.

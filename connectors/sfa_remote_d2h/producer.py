@@ -1,10 +1,10 @@
 """Prefill's side of the protocol, for one rank: transfers, leases, and when blocks are free. Pure.
 
-Nothing here waits, sends or knows a clock: every call gets the time, in seconds, and what is to be sent is
-collected in `outbox`. A transfer is `open` from the step that first computes for its request until it is
-finished by decode, cancelled by decode, dropped by the engine (abort, preemption), or its lease ends. Then
-it is closed for good: whatever is said about it later gets `Closed` as an answer, except that a transfer
-which was finished stays so for a while, in case the answer got lost.
+Nothing here waits, sends or reads a clock: every call gets the time in seconds, and outgoing messages are
+collected in `outbox`. A transfer is `open` from the first step that computes for its request until decode
+finishes or cancels it, the engine drops it (abort, preemption), or its lease ends. Then it is closed for
+good: any later message about it is answered with `Closed`, except that a finished transfer stays finished
+for a while, in case the answer was lost.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ FINISHED_KEPT = 4096
 
 HELLO_RETRY_S = 0.5
 HELLO_AGAIN_S = 0.1
-"""Least time between two introductions to an endpoint, even if it asks for more of them."""
+"""Shortest time between two introductions to an endpoint, even if it asks for more."""
 
 UNANSWERED_S = 2.0
-"""How long buffers that layers share wait for the first answer of a decode rank."""
+"""How long shared layer buffers wait for the first answer of a decode rank."""
 
 SILENT_S = 5.0
-"""Time without an answer to an introduction after which an endpoint is logged."""
+"""Time without an answer to an introduction after which the endpoint is logged."""
 
 REFUSED_S = 5.0
-"""How long a decode rank that refused this engine is not asked again; it may be replaced by another."""
+"""How long a decode rank that refused this engine is not asked again; another process may replace it."""
 
 REPEAT_S = 1.0
-"""Between repeats of a `Publish` that no heartbeat has answered yet."""
+"""Interval at which a `Publish` is repeated until a heartbeat answers it."""
 
 
 @dataclass
 class Transfer(Generic[Endpoint]):
-    """One open transfer. `bound`: decode's session that has sent a heartbeat for it, "" before that. `read`:
-    chunks that decode has read, and layers of the next one. `secret`: came with the request's rendezvous."""
+    """One open transfer. `bound`: decode's session that sent a heartbeat for it, "" before the first.
+    `read`: (chunks read completely, layers read of the next one). `secret`: from the request's rendezvous."""
 
     number: int
     req_id: str
@@ -84,11 +84,11 @@ class Transfer(Generic[Endpoint]):
 
 @dataclass
 class Link:
-    """What is known of the decode rank at an endpoint. `peer`: its session, "" while unknown.
+    """State of the decode rank at an endpoint. `peer`: its session, "" while unknown.
 
-    secret: what the last `Hello` had, shown to the present `peer` if there is one. asked_at: when the first
-    `Hello` went out that has no answer, None while there is none. again: decode asked for a `Hello`, so that
-    what it was told is lost.
+    secret: sent in the last `Hello`, which the present `peer`, if any, has seen. asked_at: when the first
+    unanswered `Hello` was sent, None if there is none. again: decode asked for a `Hello`, so earlier
+    messages to it are lost.
     """
 
     peer: str = ""
@@ -105,7 +105,7 @@ class Producer(Generic[Endpoint]):
 
     Args:
         hello: this rank's introduction; its `lease_s` is how long a transfer lives without a heartbeat.
-        num_layers: layers that are published of every chunk, in order.
+        num_layers: layers published of every chunk, in order.
     """
 
     def __init__(self, hello: Hello, num_layers: int) -> None:
@@ -118,8 +118,8 @@ class Producer(Generic[Endpoint]):
         self._finished: OrderedDict[int, None] = OrderedDict()
         self._links: dict[Endpoint, Link] = {}
         self._next = 1
-        self._owed: set[str] = set()  # requests whose blocks the engine will keep until they are reported
-        self._free: set[str] = set()  # of these, the ones that nobody needs any more
+        self._owed: set[str] = set()  # finished requests whose blocks are kept until reported
+        self._free: set[str] = set()  # the subset that may be freed
 
     @property
     def open_requests(self) -> set[str]:
@@ -128,10 +128,10 @@ class Producer(Generic[Endpoint]):
 
     @property
     def links(self) -> dict[Endpoint, Link]:
-        """Endpoints that were talked to."""
+        """Known endpoints."""
         return self._links
 
-    # ------------------------------------------------------------------------------- what the engine does
+    # ---------------------------------------------------------------------------------- calls from the engine
 
     def open(
         self,
@@ -143,10 +143,10 @@ class Producer(Generic[Endpoint]):
         num_blocks: int,
         secret: str = "",
     ) -> None:
-        """Begins a transfer; one that the request already has is dropped, since its blocks are others.
+        """Opens a transfer. An older one of the same request is dropped, since its blocks were replaced.
 
-        secret: of the decode engine that waits for the request. If the endpoint was last shown another one,
-        this rank introduces itself again: decode may have restarted.
+        secret: of the decode engine that waits for the request. If it differs from the one last sent to
+        the endpoint, this rank introduces itself again: decode may have restarted.
         """
         self.drop(req_id, "preempted", retry=True)
         lease_end = now + self.hello.lease_s
@@ -158,15 +158,16 @@ class Producer(Generic[Endpoint]):
         self._by_request[req_id] = transfer.number
         link = self._link(endpoint)
         if secret != link.secret:
-            # What is known of the endpoint stays: a request may bring any secret, and costs others nothing.
-            # Only a refusal was of an engine with another secret.
+            # The endpoint's state is kept: a request may carry any secret, and must not affect others.
+            # Only a refusal is dropped, since it came from an engine with another secret.
             if link.refused:
                 link.peer = link.refused = ""
             self._say_hello(now, endpoint, link, secret)
         self._publish(now, transfer, 0)
 
     def begin_chunk(self, req_id: str, start: int, blocks: Iterable[int], final: bool) -> None:
-        """A step starts to compute these blocks. Unknown requests are ignored, as everywhere here."""
+        """Records that a step starts to compute these blocks. Unknown requests are ignored, as everywhere
+        here."""
         transfer = self._of(req_id)
         chunk = Chunk(start, tuple(blocks), 0)
         if transfer is not None and not transfer.complete and (chunk.blocks or final):
@@ -174,7 +175,7 @@ class Producer(Generic[Endpoint]):
             transfer.complete = final
 
     def publish(self, now: float, req_ids: Iterable[str], layers: int) -> None:
-        """The first `layers` layers of these requests' last chunk are computed."""
+        """Records that the first `layers` layers of these requests' last chunk are computed."""
         for req_id in req_ids:
             transfer = self._of(req_id)
             if transfer is None or not transfer.chunks or transfer.chunks[-1].layers >= layers:
@@ -183,74 +184,75 @@ class Producer(Generic[Endpoint]):
             self._publish(now, transfer, len(transfer.chunks) - 1)
 
     def drop(self, req_id: str, reason: str, retry: bool = False) -> None:
-        """The engine takes the request's blocks back now: aborted, or preempted and to be computed again."""
+        """Ends a transfer because the engine takes the blocks back: aborted, or preempted and to be
+        recomputed."""
         transfer = self._of(req_id)
         if transfer is not None:
             end = TransferEnd.PREEMPTED if retry else TransferEnd.ABORTED
             self._close(transfer, end, reason, retry)
 
     def unread(self, layer: int, req_ids: Iterable[str]) -> list[str]:
-        """Those of the requests of which decode may still read this layer (the n-th of all, from 0)."""
+        """Returns the requests of which decode may still read this layer (index from 0)."""
         transfers = [(req_id, self._of(req_id)) for req_id in req_ids]
         return [req_id for req_id, transfer in transfers if transfer and is_unread(transfer, layer)]
 
     def decline(
         self, now: float, endpoint: Endpoint, request: str, prompt: bytes, secret: str, reason: str
     ) -> None:
-        """Tells a decode rank that no transfer of a request will come from here."""
+        """Tells a decode rank that this rank will not transfer a request."""
         self._link(endpoint).used_at = now
         name, session = wire_name(request), self.hello.session
         message = Declined(session, secret, name, prompt, printable(reason), self.hello.digest)
         self._send(endpoint, message)
 
     def fail_endpoint(self, endpoint: Endpoint) -> None:
-        """No connection to an endpoint can be made: its transfers end."""
+        """Ends all transfers to an endpoint that cannot be connected to."""
         for transfer in [t for t in self._transfers.values() if t.endpoint == endpoint]:
             self._close(transfer, TransferEnd.UNREACHABLE, tell=False)
         self._links.pop(endpoint, None)
 
     def refused(self, now: float, endpoint: Endpoint, reason: str) -> None:
-        """The decode rank at an endpoint speaks another version."""
+        """Records that the decode rank at an endpoint speaks another protocol version."""
         link = self._link(endpoint)
         self._answered(now, endpoint, link, Refused(link.peer or "unknown", self.hello.session, reason))
 
     def silent(self, now: float) -> list[Endpoint]:
-        """Endpoints with transfers that have not answered an introduction for long."""
+        """Returns endpoints with transfers that have left an introduction unanswered for too long."""
         needed = {transfer.endpoint for transfer in self._transfers.values()}
         links = [(end, link) for end, link in self._links.items() if end in needed and not link.peer]
         return [end for end, link in links if link.asked_at is not None and now - link.asked_at >= SILENT_S]
 
     def engine_finished(self, req_id: str) -> None:
-        """The engine is done with the request and keeps its blocks until `take_free` names it."""
+        """The engine has finished the request and keeps its blocks until `take_free` returns it."""
         self._owed.add(req_id)
         if req_id not in self._by_request:
             self._free.add(req_id)
 
     @property
     def has_free(self) -> bool:
-        """Whether `take_free` has something to tell."""
+        """Whether `take_free` would return something."""
         return bool(self._free)
 
     @property
     def keeps(self) -> bool:
-        """Whether requests that are done are kept, and none is free yet."""
+        """Whether finished requests are kept and none can be freed yet."""
         return bool(self._owed) and not self._free
 
     def take_free(self) -> set[str]:
-        """Requests whose blocks the engine may free; each is named once."""
+        """Returns the requests whose blocks the engine may free, each once."""
         free, self._free = self._free, set()
         self._owed -= free
         return free
 
     def metrics(self) -> dict[str, int]:
-        """By key of `metrics.PREFILL`."""
+        """Counters by key of `metrics.PREFILL`."""
         gauges = {"open_transfers": len(self._transfers), "kept_requests": len(self._owed)}
         return {**gauges, "peer_ranks": len(self._links), **self.counts.values()}
 
-    # ----------------------------------------------------------------------------------- what decode says
+    # ----------------------------------------------------------------------------------- messages from decode
 
     def receive(self, now: float, endpoint: Endpoint, message: ToPrefill) -> None:
-        """A message from the decode rank at an endpoint."""
+        """Handles a message from the decode rank at an endpoint."""
         link = self._link(endpoint)
         link.used_at = now
         if message.peer != self.hello.session:
@@ -261,7 +263,7 @@ class Producer(Generic[Endpoint]):
             link.again = True
             self._introduce(now, endpoint, link, HELLO_AGAIN_S)
         elif message.session != link.peer:
-            self._introduce(now, endpoint, link)  # it restarted, or its answer to Hello got lost
+            self._introduce(now, endpoint, link)  # decode restarted, or its answer to Hello was lost
         elif isinstance(message, Beat):
             self._beat(now, endpoint, message)
         elif isinstance(message, Progress):
@@ -289,7 +291,8 @@ class Producer(Generic[Endpoint]):
                 self._publish(now, transfer, 0)
 
     def _refuse(self, now: float, transfer: Transfer[Endpoint], link: Link) -> None:
-        """Decode will not read a transfer: it is told to end the request now, not at a deadline."""
+        """Ends a transfer that decode will not read, and tells decode to end the request now, not at a
+        deadline."""
         request, prompt = transfer.request, transfer.prompt
         self.decline(now, transfer.endpoint, request, prompt, transfer.secret, link.refused)
         self._close(transfer, TransferEnd.REFUSED, tell=False)
@@ -297,7 +300,7 @@ class Producer(Generic[Endpoint]):
     def _beat(self, now: float, endpoint: Endpoint, message: Beat) -> None:
         alive = []
         entries = {number: (chunks, layers) for number, chunks, layers in message.entries}
-        for number, (chunks, layers) in entries.items():  # a transfer is told once, however often it is named
+        for number, (chunks, layers) in entries.items():  # one answer per transfer
             transfer = self._at(endpoint, number)
             if transfer is None:
                 if number not in self._finished:
@@ -333,7 +336,7 @@ class Producer(Generic[Endpoint]):
     # -------------------------------------------------------------------------------------------- the clock
 
     def tick(self, now: float) -> None:
-        """Ends leases, and introduces this rank where that is not done yet."""
+        """Ends expired leases and repeats unanswered introductions."""
         for transfer in [t for t in self._transfers.values() if now >= t.lease_end]:
             self._close(transfer, TransferEnd.EXPIRED, "lease expired")
         for endpoint in {t.endpoint for t in self._transfers.values()}:
@@ -347,7 +350,7 @@ class Producer(Generic[Endpoint]):
                 self._publish(now, transfer, 0)
 
     def _end_unanswered(self, now: float) -> None:
-        """Ends transfers to decode ranks that have never answered: where layers share buffers, the whole engine
+        """Ends transfers to decode ranks that never answered: with shared layer buffers the whole engine
         would wait for them until the lease ends."""
         for transfer in list(self._transfers.values()):
             link = self._link(transfer.endpoint)
@@ -359,15 +362,15 @@ class Producer(Generic[Endpoint]):
                 self._close(transfer, TransferEnd.UNREACHABLE, tell=False)
 
     def forget_idle(self, now: float, after_s: float) -> list[Endpoint]:
-        """Forgets endpoints that no transfer needs and that said nothing for so long; returns them."""
+        """Forgets endpoints without transfers that have been silent for `after_s`; returns them."""
         idle = [endpoint for endpoint, link in self._idle() if now - link.used_at >= after_s]
         for endpoint in idle:
             del self._links[endpoint]
         return idle
 
     def forget_one(self, now: float, among: Container[Endpoint], after_s: float) -> Endpoint | None:
-        """Forgets one such endpoint: the oldest of those that never answered, or else one that was silent for
-        so long: what was last said to a decode rank must have arrived."""
+        """Forgets one such endpoint: the oldest that never answered, otherwise one that was silent for
+        `after_s`, so that the last message to it has arrived."""
         idle = [(bool(link.peer), link.used_at, end) for end, link in self._idle() if end in among]
         found = [item for item in idle if not item[0] or now - item[1] >= after_s]
         if not found:
@@ -381,14 +384,15 @@ class Producer(Generic[Endpoint]):
         needed = {transfer.endpoint for transfer in self._transfers.values()}
         return [(endpoint, link) for endpoint, link in self._links.items() if endpoint not in needed]
 
-    # ------------------------------------------------------------------------------------------------ parts
+    # ------------------------------------------------------------------------------------------------ helpers
 
     def _of(self, req_id: str) -> Transfer[Endpoint] | None:
         number = self._by_request.get(req_id)
         return None if number is None else self._transfers[number]
 
     def _at(self, endpoint: Endpoint, number: int) -> Transfer[Endpoint] | None:
-        """A transfer to the decode rank at an endpoint, also one that was opened under another name of it."""
+        """Returns a transfer to the decode rank at an endpoint, including one opened under another of its
+        names."""
         transfer = self._transfers.get(number)
         if transfer is None or transfer.endpoint == endpoint:
             return transfer
@@ -419,7 +423,7 @@ class Producer(Generic[Endpoint]):
             link.peer = link.refused = ""
         if not link.peer:
             self._introduce(now, transfer.endpoint, link)
-            return  # all of it is said once decode has answered
+            return  # everything is sent once decode has answered
         if link.refused:
             self._refuse(now, transfer, link)
             return
@@ -440,8 +444,8 @@ class Producer(Generic[Endpoint]):
         )
 
     def _introduce(self, now: float, endpoint: Endpoint, link: Link, wait_s: float = HELLO_RETRY_S) -> None:
-        """Says `Hello` again, each time with the next of the secrets that the endpoint's requests brought:
-        requests of an earlier start of decode may still be among them."""
+        """Sends `Hello` again, each time with the next secret from the endpoint's requests: some may date
+        from an earlier run of decode."""
         if now - link.hello_at < wait_s:
             return
         secrets = sorted({t.secret for t in self._transfers.values() if t.endpoint == endpoint})
@@ -464,7 +468,7 @@ class Producer(Generic[Endpoint]):
 
 
 def is_unread(transfer: Transfer[Endpoint], layer: int) -> bool:
-    """Whether decode may still read a layer of any chunk that was published."""
+    """Whether decode may still read a layer of any published chunk."""
     chunks, layers = transfer.read
     return any(
         chunk.layers > layer and bool(chunk.blocks)
@@ -474,5 +478,5 @@ def is_unread(transfer: Transfer[Endpoint], layer: int) -> bool:
 
 
 def replace_layers(chunk: Chunk, layers: int) -> Chunk:
-    """The chunk with more layers."""
+    """Returns the chunk with more layers published."""
     return Chunk(chunk.start, chunk.blocks, layers)

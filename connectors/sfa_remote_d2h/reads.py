@@ -1,4 +1,4 @@
-"""Carries out decode's read orders piece by piece; every order ends exactly once."""
+"""Carries out decode's read orders in pieces; every order ends exactly once."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from vllm_kvoffload.transfer import PeerHandle, ReadHandle, ReadStatus, Spans, T
 from vllm_kvoffload.transfer.spans import block_spans
 
 PIECE_BYTES = 32 << 20
-"""A read is made in pieces of about this size, so that heartbeats never wait long for one."""
+"""Approximate size of a piece, so that heartbeats never wait long for a read."""
 
 READ_S = 30.0
 """Deadline of a piece."""
 
 QUIET_S = 30.0
-"""How long polling a read may fail without a break before the read counts as over."""
+"""How long polling may fail continuously before a read counts as ended."""
 
 
 @dataclass
 class InFlight:
-    """A read order being carried out. nbytes: bytes that it must read in all. lost_at: when polling it began
-    to raise, None while polling works."""
+    """A read order in progress. nbytes: total bytes to read. lost_at: when polling began to raise, None
+    while it works."""
 
     order: ReadOrder
     pieces: deque[Spans]
@@ -52,7 +52,7 @@ class Source:
 
 
 class Reads:
-    """Belongs to one thread.
+    """Executes reads. Used by one thread only.
 
     Args:
         engine: with this rank's memory registered.
@@ -72,7 +72,7 @@ class Reads:
         return len(self._flights)
 
     def meet(self, hello: Hello) -> str:
-        """Makes a prefill rank's memory readable. Returns why it isn't, or ""."""
+        """Makes a prefill rank's memory readable. Returns why it is not, or ""."""
         theirs = [(layer.index, layer.sizes) for layer in hello.layers]
         if theirs != [(layer.index, layer.sizes) for layer in self._layout.layers]:
             return "prefill has other layers than its digest says"
@@ -85,13 +85,13 @@ class Reads:
         return ""
 
     def leave(self, session: str) -> None:
-        """A prefill rank is gone; its peer is removed when no read uses it any more."""
+        """Marks a prefill rank as gone; its peer is removed once no read uses it."""
         source = self._sources.pop(session, None)
         if source is not None:
             self._leaving.append(source.peer)
 
     def begin(self, order: ReadOrder) -> None:
-        """Takes an order; `poll` names it when it is over."""
+        """Accepts an order; `poll` returns it when it has ended."""
         flight = self._flights[order.number] = InFlight(order, deque())
         try:
             flight.nbytes = self._wanted_bytes(order)
@@ -100,7 +100,7 @@ class Reads:
             flight.error = f"{error}" or repr(error)
 
     def cancel(self, number: int, reason: str) -> None:
-        """Ends an order early; it is over once its memory is quiet."""
+        """Ends an order early; it counts as ended once nothing writes its memory."""
         flight = self._flights.get(number)
         if flight is not None:
             flight.error = flight.error or reason
@@ -112,7 +112,7 @@ class Reads:
                     self._failed("cancel", error)
 
     def poll(self) -> tuple[list[tuple[int, str]], bool]:
-        """(number, error or "") of the orders that are over, each once; whether any made progress."""
+        """Returns (number, error or "") of ended orders, each once, and whether any order made progress."""
         moved = [self._advance(flight) for flight in list(self._flights.values())]
         over = [flight for flight in self._flights.values() if flight.over]
         for flight in over:
@@ -124,17 +124,18 @@ class Reads:
         return [(flight.order.number, printable(flight.error)) for flight in over], any(moved)
 
     def close(self, deadline_s: float) -> None:
-        """Cancels everything and waits a moment for it."""
+        """Cancels all orders and waits up to `deadline_s` for them to end."""
         end = time.monotonic() + deadline_s
         for flight in self._flights.values():
             self.cancel(flight.order.number, "shutdown")
             if flight.handle is not None:
                 self._engine.wait(flight.handle, max(0.0, end - time.monotonic()))
 
-    # ------------------------------------------------------------------------------------------------ parts
+    # ------------------------------------------------------------------------------------------------ helpers
 
     def _advance(self, flight: InFlight) -> bool:
-        """Whether the order got on. It is over once carried out, or failed with its memory quiet."""
+        """Returns whether the order made progress. It ends when complete, or when it failed and its memory
+        is quiet."""
         if flight.handle is not None:
             status = self._status(flight, flight.handle)
             if status is ReadStatus.PENDING:
@@ -166,7 +167,7 @@ class Reads:
             return ReadStatus.FAILED if now - flight.lost_at >= QUIET_S else ReadStatus.PENDING
 
     def _start(self, flight: InFlight) -> None:
-        """Begins to read the next piece."""
+        """Starts the next piece."""
         source = self._sources.get(flight.order.session)
         if source is None:
             flight.error = "prefill is gone"
@@ -212,7 +213,7 @@ class Reads:
         return [*pieces, Spans.concat(batch)] if batch else pieces
 
     def _remove_peers(self) -> None:
-        """Of those that left: a peer that a read or another session uses stays."""
+        """Removes peers that left, unless a read or another session uses them."""
         used = {source.peer for source in self._sources.values()}
         reading = {flight.peer for flight in self._flights.values() if flight.handle is not None}
         leaving = [peer for peer in self._leaving if peer not in used]

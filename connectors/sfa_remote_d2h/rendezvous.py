@@ -1,7 +1,7 @@
-"""Decode's posts to the proxy: a rendezvous for each request, and notices of failed receives.
+"""Decode's HTTP posts to the proxy: one rendezvous per request, and notices of failed receives.
 
-One thread with an event loop, for any number of posts. The proxy answers a rendezvous when prefill is
-through, so posts last; none may block the scheduler or another post.
+One thread with an event loop serves any number of posts. The proxy answers a rendezvous only after prefill
+has finished, so posts are long-lived and must block neither the scheduler nor each other.
 """
 
 from __future__ import annotations
@@ -30,28 +30,29 @@ STOP_S = 5.0
 
 NOTICE_TRIES = 2
 NOTICE_S = 5.0
-"""Deadline of a failure notice, tries included: the proxy waits about a second for one."""
+"""Deadline of a failure notice including retries: the proxy waits about a second for one."""
 
 MAX_NOTICES = 256
-"""Failure notices under way; what comes on top is dropped, since the request fails without it too."""
+"""Maximum failure notices in flight; further ones are dropped, since the request fails regardless."""
 
 MAX_CONNECTIONS = 2048
-"""At once; a quarter of the open files that this process may have, if that is less."""
+"""Maximum concurrent connections; less if a quarter of the process's open-file limit is less."""
 
 MAX_URL = 2048
 MAX_ERROR = 200
-"""Characters of a library's message, which may quote what a server sent."""
+"""Maximum length of a library's error message, which may quote a server's output."""
 
 LOOKUPS = 4
-"""Threads that look up names which were found before, and as many for names which were not."""
+"""Threads that look up known names, and the same number for names not resolved before."""
 
 
 class RendezvousError(ValueError):
-    """An address that must not be used."""
+    """The address must not be used."""
 
 
 def check_url(url: object, hosts: HostList) -> str:
-    """The URL, rebuilt from its parts. Raises RendezvousError: no http URL, or a host not listed."""
+    """Returns the URL, rebuilt from its parts. Raises RendezvousError if it is not http or its host is not
+    listed."""
     if not isinstance(url, str) or len(url) > MAX_URL or not url.isascii() or not url.isprintable():
         raise RendezvousError(f"{shown(url)} is no http address")
     try:
@@ -72,7 +73,7 @@ def check_url(url: object, hosts: HostList) -> str:
 
 
 class Rendezvous:
-    """Posts in flight. deadline_s: longest time for one, tries and waiting for prefill included."""
+    """Posts in flight. deadline_s: longest time for one, including retries and the wait for prefill."""
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
@@ -87,12 +88,12 @@ class Rendezvous:
         self._lookups: list[ThreadPoolExecutor] = []
 
     def post(self, req_id: str, url: str, body: Mapping[str, Any]) -> None:
-        """Starts a post. Its answer is among `take_answers` later."""
+        """Starts a post. `take_answers` returns its result later."""
         loop = self._started()
         self._posts[req_id] = asyncio.run_coroutine_threadsafe(self._run(req_id, url, dict(body)), loop)
 
     def notify(self, url: str, body: Mapping[str, Any]) -> bool:
-        """Starts a post whose answer does not matter; False if there are too many of them already."""
+        """Starts a post whose answer is ignored; returns False if too many are in flight."""
         self._notices = {notice for notice in self._notices if not notice.done()}
         if len(self._notices) >= MAX_NOTICES:
             return False
@@ -101,24 +102,24 @@ class Rendezvous:
         return True
 
     def cancel(self, req_id: str) -> None:
-        """Ends a post; nothing is told about it any more."""
+        """Cancels a post; it is not reported."""
         post = self._posts.pop(req_id, None)
         if post is not None:
             post.cancel()
 
     def take_answers(self) -> list[tuple[str, str]]:
-        """(request, "" or an error) of the posts that ended since the last call."""
+        """Returns (request, "" or an error) of the posts that ended since the last call."""
         with self._lock:
             answers, self._answers = self._answers, []
         return [(req_id, error) for req_id, error in answers if self._posts.pop(req_id, None) is not None]
 
     @property
     def num_posts(self) -> int:
-        """Posts whose answer was not taken yet."""
+        """Number of posts whose answer has not been taken."""
         return len(self._posts)
 
     def close(self) -> None:
-        """Ends all posts and the thread."""
+        """Cancels all posts and stops the thread."""
         loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         for req_id in list(self._posts):
             self.cancel(req_id)
@@ -147,7 +148,7 @@ class Rendezvous:
                 loop.run_forever()
                 break
             except BaseException:
-                # What is no Exception leaves the loop, even out of a task; the other posts go on.
+                # A BaseException leaves the loop even from a task; the other posts must continue.
                 logger.exception("kvoffload-rendezvous: going on after an error")
                 if loop.is_closed():
                     break
@@ -211,7 +212,7 @@ class Rendezvous:
         return error
 
     def _make_session(self) -> Any:
-        """A server costs at most a connection until the deadline: only the head of its answer counts."""
+        """A server costs at most one connection until the deadline: only the head of its answer is used."""
         import aiohttp
 
         most = min(MAX_CONNECTIONS, max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
@@ -228,7 +229,7 @@ class Rendezvous:
 
 
 def _resolver(known: ThreadPoolExecutor, new: ThreadPoolExecutor) -> Any:
-    """Looks names up, on threads: names that were never found can't keep those waiting that were."""
+    """Resolves names on threads, such that unknown names cannot delay known ones."""
     import socket
 
     from aiohttp import ThreadedResolver

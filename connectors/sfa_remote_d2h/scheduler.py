@@ -1,4 +1,4 @@
-"""The scheduler's halves: which requests are handed over, and which blocks a step adds to that."""
+"""The scheduler halves: select the requests to hand over, and the blocks that each step adds."""
 
 from __future__ import annotations
 
@@ -42,29 +42,29 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 MAX_RECEIVING = 1 << 16
-"""Receives that are followed; more than an engine has blocks for."""
+"""Maximum number of receives followed; more than an engine has blocks for."""
 
 
 MAX_ERROR = 1000
-"""Characters of a failure's reason in a notice."""
+"""Maximum length of a failure's reason in a notice."""
 
 
 @dataclass
 class Asked:
-    """A request that wants its KV from prefill. allocated: its blocks are there; it never asks again."""
+    """A request to be received. allocated: its blocks are allocated, so it is never posted again."""
 
     params: ReceiveParams
     allocated: bool = False
 
 
 class DecodeScheduler:
-    """Decode: asks for the whole prompt but for what is cached, and tells the proxy.
+    """Decode: requests the KV of the whole prompt except the cached prefix, and notifies the proxy.
 
-    A request whose parameters can't be followed is *refused*: it ends like one whose KV did not come, so that
-    its blocks are never attended to, and vLLM's `kv_load_failure_policy` applies.
+    A request with invalid parameters is *refused*: it ends like one whose KV did not arrive, so that its
+    blocks are never attended to and vLLM's `kv_load_failure_policy` applies.
 
     Args:
-        address: what prefill is told about this engine: fields of the rendezvous.
+        address: fields of the rendezvous that describe this engine.
     """
 
     def __init__(self, config: RemoteD2HConfig, block_size: int, address: dict[str, Any]) -> None:
@@ -73,19 +73,19 @@ class DecodeScheduler:
         self._address = {**address, "remote_secret": self.secret}
         self._rendezvous = Rendezvous(config.limits.request_s)
         self._guard, self._log = RequestGuard(), QuietLog(__name__)
-        self._asked: dict[str, Asked | None] = {}  # by request id, until the engine is done with it
+        self._asked: dict[str, Asked | None] = {}  # by request id, until the engine has finished with it
         self._receives: list[Receive] = []
         self._refused: list[tuple[str, str]] = []
-        # What the workers have not reported yet: (external id, address for failure notices). The engine may
-        # be done with such a request, since a failed one ends before the report comes.
+        # Not yet reported by the workers: (external id, URL for failure notices). A failed request may end
+        # in the engine before its report arrives.
         self._receiving: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
     def use_layout(self, digest: str) -> None:
-        """What the workers found their caches to be: a field of every rendezvous from now on."""
+        """Sets the workers' layout digest, a field of every later rendezvous."""
         self._address["remote_layout"] = digest
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens that will come by transfer, and whether there are any."""
+        """Returns how many tokens will be transferred, and whether there are any."""
         asked = self._asked_of(request)
         if asked is None or asked.allocated:
             return 0, False
@@ -105,11 +105,11 @@ class DecodeScheduler:
         return self._asked[req_id]
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Blocks are there: from here on prefill may be found, and may publish."""
+        """Blocks are allocated: prefill may now be asked, and may publish."""
         asked = self._asked_of(request)
         if asked is None or asked.allocated or num_external_tokens <= 0:
             return
-        # Never twice: a request that is preempted, or whose load failed, is computed here.
+        # At most once: a request that is preempted, or whose load failed, is recomputed here.
         asked.allocated = True
         req_id = request.request_id
         cached = max(request.num_prompt_tokens - num_external_tokens, 0)
@@ -128,7 +128,7 @@ class DecodeScheduler:
             self.failed({req_id: Failure(reason, ReceiveFailure.RENDEZVOUS.value)})
 
     def _begin(self, request: Request, params: ReceiveParams, blocks: KVCacheBlocks, cached: int) -> str:
-        """Why the request is refused, or ""."""
+        """Posts the rendezvous. Returns why the request is refused, or ""."""
         try:
             name, prompt = request_name(request.request_id), request.prompt_token_ids
         except Refusal as refusal:
@@ -155,7 +155,7 @@ class DecodeScheduler:
         return ""
 
     def _begin_refused(self, request: Request, blocks: KVCacheBlocks, cached: int, reason: str) -> str:
-        """The workers name the request at once, with all its blocks: vLLM waits for that."""
+        """Makes the workers report the request as failed at once with all its blocks; vLLM waits for that."""
         self._rendezvous.cancel(request.request_id)
         self._receives.append(self._receive(request, blocks, cached, bytes(16)))
         return reason
@@ -172,20 +172,20 @@ class DecodeScheduler:
 
     @staticmethod
     def _keep_from_others(request: Request) -> None:
-        """Other readers of the parameters see that this is done. Several requests may share one dict."""
+        """Marks the parameters as handled for other readers. Several requests may share one dict."""
         params = request.kv_transfer_params
         if isinstance(params, dict):
             request.kv_transfer_params = {**params, "do_remote_prefill": False}
 
     def metadata(self) -> DecodeMetadata:
-        """What is new since the last step."""
+        """Returns the changes since the last step."""
         answered = self._refused + self._rendezvous.take_answers()
         made = DecodeMetadata(self._receives, answered, self.secret)
         self._receives, self._refused = [], []
         return made
 
     def failed(self, failures: Mapping[str, Failure]) -> None:
-        """Sends the proxy one notice for each request that was not received, if it gave a URL for that."""
+        """Sends the proxy one notice per failed receive, if it gave a URL for notices."""
         for req_id, failure in failures.items():
             if req_id not in self._receiving:
                 continue
@@ -202,29 +202,29 @@ class DecodeScheduler:
                 logger.debug("the proxy is not told that %s failed", shown(req_id))
 
     def reported(self, received: Iterable[str]) -> None:
-        """The workers are done with these, one way or the other."""
+        """The workers have finished with these requests, successfully or not."""
         for req_id in received:
             self._receiving.pop(req_id, None)
 
     def finished(self, req_id: str) -> None:
-        """The request is over here; whether it is still received is the worker's affair."""
+        """The request has ended in the scheduler; the worker may still be receiving it."""
         self._asked.pop(req_id, None)
         self._rendezvous.cancel(req_id)
 
     def reset(self) -> bool:
-        """Whether no KV that prefill computed before is on its way here: it can't be called back."""
+        """Whether no KV computed earlier by prefill is in transit; transfers cannot be recalled."""
         if self._receiving:
             logger.warning("Reset: KV of %d requests is being received", len(self._receiving))
         return not self._receiving
 
     def close(self) -> None:
-        """Ends all posts."""
+        """Cancels all posts."""
         self._rendezvous.close()
 
 
 @dataclass
 class Tracked:
-    """A request that decode waits for. published: blocks up to here were given to the worker."""
+    """A request that decode waits for. published: number of blocks already passed to the worker."""
 
     request: Request
     target: Target
@@ -240,10 +240,10 @@ class Tracked:
 class PrefillScheduler:
     """Prefill: follows the requests that decode waits for, step by step.
 
-    A request whose parameters can't be followed is computed like any other, and not handed over.
+    A request with invalid parameters is computed normally but not handed over.
 
     Args:
-        hosts: decode engines that requests may be handed over to.
+        hosts: decode engines that may receive requests.
     """
 
     def __init__(self, block_size: int, tp_size: int, hosts: HostList) -> None:
@@ -254,10 +254,10 @@ class PrefillScheduler:
         self._held: list[str] = []
         self._kept: set[str] = set()
         self._declined: list[Decline] = []
-        self._refused: set[str] = set()  # while they live, so that a preemption does not say it again
+        self._refused: set[str] = set()  # while alive, so that a preemption does not log it again
 
     def allocated(self, request: Request) -> None:
-        """A request begins, for the first time or after a preemption."""
+        """A request starts, new or after a preemption."""
         req_id = request.request_id
         self._guard.run(req_id, "update_state_after_alloc", lambda: self._track(request), lambda _: None)
 
@@ -265,7 +265,7 @@ class PrefillScheduler:
         req_id = request.request_id
         if req_id in self._refused:
             return
-        self._forget_blocks(req_id)  # preempted, and scheduled again in the same step
+        self._forget_blocks(req_id)  # preempted and rescheduled in the same step
         digest = bytes(16)
         try:
             params = HandOverParams.of(request.kv_transfer_params, req_id, self._tp_size, self._hosts)
@@ -285,7 +285,7 @@ class PrefillScheduler:
         self._tracked[req_id] = Tracked(request, params.target, digest, len(prompt), params.cached_tokens, [])
 
     def _refuse(self, req_id: str, prompt: bytes, reason: str, target: Target | None) -> None:
-        """The request is not handed over; decode is told so, if it is known."""
+        """Does not hand the request over, and tells decode if its address is known."""
         self._refused.add(req_id)
         self._tracked.pop(req_id, None)
         self._log.error(reason, f"request {shown(req_id)} can't be handed over: {reason}")
@@ -293,7 +293,7 @@ class PrefillScheduler:
             self._declined.append(Decline(request_name(req_id), target, prompt, reason))
 
     def metadata(self, output: SchedulerOutput) -> PrefillMetadata:
-        """What a step adds."""
+        """Returns the changes of a step."""
         for req_id in output.preempted_req_ids or ():
             self._forget_blocks(req_id)
         steps = []
@@ -328,8 +328,8 @@ class PrefillScheduler:
         self._refuse(req_id, tracked.prompt, reason, None if tracked.opened else tracked.target)
 
     def lost(self, block_ids: Collection[int]) -> None:
-        """Blocks lost their KV: their requests' transfers end, also where the request only wasn't stored, and
-        begin anew if it goes on."""
+        """Ends the transfers of requests whose blocks lost their KV, even if they merely could not be
+        stored; they start again if the request continues."""
         for req_id, tracked in self._tracked.items():
             if tracked.opened and not set(block_ids).isdisjoint(tracked.blocks):
                 self._begin_anew(req_id, tracked)
@@ -340,7 +340,7 @@ class PrefillScheduler:
         self._dropped.append((req_id, True))
 
     def _forget_blocks(self, req_id: str) -> None:
-        """The request was preempted, unless it has only just been given its blocks."""
+        """Handles a preemption, unless the request's blocks were only just allocated."""
         tracked = self._tracked.get(req_id)
         if tracked is not None and tracked.opened:
             del self._tracked[req_id]
@@ -365,7 +365,7 @@ class PrefillScheduler:
         )
 
     def finished(self, req_id: str) -> bool:
-        """Whether the request's blocks must stay until the worker names it."""
+        """Returns whether the request's blocks must be kept until the worker reports it."""
         self._refused.discard(req_id)
         tracked = self._tracked.pop(req_id, None)
         if tracked is None:
@@ -378,14 +378,16 @@ class PrefillScheduler:
         return tracked.complete
 
     def reported(self, sent: Iterable[str]) -> None:
-        """The workers no longer need the blocks of these."""
+        """The workers no longer need the blocks of these requests."""
         self._kept.difference_update(sent)
 
     def reset(self) -> bool:
-        """Ends the transfers of requests that lost their blocks to the reset; they begin anew with them.
+        """Ends the transfers of requests that lost their blocks to the reset; they restart with the
+        request.
 
-        False while decode may read KV that was computed before: of requests that run, or are kept for it. The
-        local reset fails then, too. Both succeed when the last of them was read, or its lease has ended.
+        Returns False while decode may read KV computed earlier, of running requests or of blocks kept for
+        it; the local reset fails then as well. Both succeed once all of it was read or its lease has
+        ended.
         """
         opened = {req_id: tracked for req_id, tracked in self._tracked.items() if tracked.opened}
         computed = [req_id for req_id, tracked in opened.items() if tracked.request.num_computed_tokens > 0]

@@ -1,12 +1,13 @@
-"""Messages between a prefill rank and a decode rank: one frame is a version byte and msgpack.
+"""Wire format between a prefill rank and a decode rank: one frame is a version byte and msgpack.
 
-A *session* is one start of one rank. A *transfer* is one attempt of one prefill rank to hand a request over:
-its number is never used twice in a session, so it is the generation of everything said about it. `Publish`
-tells the state of a transfer, not a change of it: losing, repeating or delaying one does no harm, and a
-`Beat` that lags behind is answered with what its sender lacks.
+A *session* is one run of one rank. A *transfer* is one attempt of one prefill rank to hand a request over:
+its number is never reused in a session, so it serves as the generation of all messages about it. `Publish`
+carries the state of a transfer, not a change: losing, repeating or delaying one is harmless, and a `Beat`
+that lags behind is answered with the missing chunks.
 
-Every number, text and list has a range that is checked while a frame is decoded, so that what arrives fits
-an int64, a log line and the memory set aside for it. The state machines check how fields go together.
+Every number, text and list has a range that is checked while a frame is decoded, so that received values
+fit an int64, a log line and the memory reserved for them. The state machines check consistency across
+fields.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from vllm_kvoffload.foreign_text import LINE_LENGTH, is_line, printable
 
 VERSION = 3
 MAX_FRAME_BYTES = 4 << 20
-"""Longest frame: a `Publish` of MAX_BLOCKS blocks, or a `Hello` with MAX_METADATA bytes, has room in it."""
+"""Longest frame: enough for a `Publish` of MAX_BLOCKS blocks, or a `Hello` with MAX_METADATA bytes."""
 
 MAX_BLOCKS = 1 << 18
 MAX_METADATA = 2 << 20
@@ -34,7 +35,7 @@ MAX_NAME = 256
 MAX_FACTS = 64
 MAX_TP = 4096
 _ADDRESS_END = 1 << 62
-"""Addresses, strides and block sizes lie below: the sum of two is still an int64."""
+"""Upper bound (exclusive) of addresses, strides and block sizes: the sum of two is still an int64."""
 
 _LINE = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
 
@@ -57,15 +58,15 @@ _Item = TypeVar("_Item")
 
 
 class WireError(ValueError):
-    """A frame that this version can't understand."""
+    """A frame that this version cannot decode."""
 
 
 class VersionError(WireError):
-    """A frame of another release."""
+    """A frame of another protocol version."""
 
 
 class LayerLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a layer's KV lies on prefill. Components of the main KV, then those of the indexer's.
+    """Location of a layer's KV on prefill: components of the main KV, then of the indexer KV.
 
     Each is (address of block 0, bytes between blocks, bytes of a block).
     """
@@ -76,12 +77,12 @@ class LayerLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Bytes of a block, which both sides must agree on."""
+        """Bytes per block of each component, which both sides must agree on."""
         return tuple(c[2] for c in self.main), tuple(c[2] for c in self.indexer)
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Blocks that prefill computed in one step; the first `layers` layers may be read.
+    """Blocks that prefill computed in one step; the first `layers` layers are readable.
 
     start: number of the first block in the request; blocks: their ids on prefill.
     """
@@ -92,10 +93,10 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="hello"):
-    """Prefill introduces itself, again after every reconnect. `metadata` is the transfer engine's.
+    """Introduction of a prefill rank, repeated after every reconnect. `metadata` is the transfer engine's.
 
-    progress: decode is to say how far its reads are: prefill uses the memory for other layers then.
-    secret: of this start of decode, from the rendezvous. facts: what `digest` is made of, by name.
+    progress: decode must report read progress, because prefill reuses the memory for other layers. secret:
+    of the current run of decode, from the rendezvous. facts: the named facts that `digest` covers.
     """
 
     session: Name
@@ -113,14 +114,14 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class HelloAck(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="hello_ack"):
-    """Decode knows the prefill session."""
+    """Decode has admitted the prefill session."""
 
     session: Name
     peer: Name
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="refused"):
-    """Decode will not work with that prefill session: another model, layout or TP."""
+    """Decode rejects the prefill session: different model, layout or TP size."""
 
     session: Name
     peer: Name
@@ -128,14 +129,14 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class NeedHello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="need_hello"):
-    """Decode doesn't know the prefill session, since it started later."""
+    """Decode does not know the prefill session, because it started later."""
 
     session: Name
     peer: Name
 
 
 class Publish(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="publish"):
-    """State of a transfer: its chunks from number `first` on. `complete`: there will be no more chunks.
+    """State of a transfer: its chunks from number `first` on. `complete`: no chunks will follow.
 
     request: external request id. prompt: digest of the prompt's token ids. num_blocks: of the whole prompt.
     """
@@ -151,7 +152,8 @@ class Publish(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="closed"):
-    """The transfer is over on prefill, its blocks may be reused. `retry`: the request will come again."""
+    """The transfer has ended on prefill, its blocks may be reused. `retry`: the request will be computed
+    again."""
 
     session: Name
     transfer: Number
@@ -160,16 +162,16 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="finished"):
-    """Answer to `Finish`: the blocks were held all the time, what was read is right."""
+    """Answer to `Finish`: the blocks were held throughout, so the data read is valid."""
 
     session: Name
     transfer: Number
 
 
 class Declined(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="declined"):
-    """No transfer of the request will come from this session, for example since decode refused it.
+    """This session will not transfer the request, for example because decode refused its `Hello`.
 
-    Decode has no such peer: the secret proves that the sender has the request's rendezvous. digest: of
+    Sent without being a peer: the secret proves that the sender has the request's rendezvous. digest: of
     prefill's facts.
     """
 
@@ -182,7 +184,7 @@ class Declined(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class BeatAck(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="beat_ack"):
-    """The leases of these transfers are extended."""
+    """The leases of these transfers were extended."""
 
     session: Name
     transfers: Annotated[tuple[Number, ...], Meta(max_length=MAX_ENTRIES)]
@@ -197,7 +199,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="progress"):
-    """How far decode has read: (transfer, chunks read, layers read of the next one). It only grows."""
+    """Read progress: (transfer, chunks read, layers read of the next one). Monotonic."""
 
     session: Name
     peer: Name
@@ -205,7 +207,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="finish"):
-    """Decode has read everything."""
+    """Decode has read the whole transfer."""
 
     session: Name
     peer: Name
@@ -213,7 +215,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="cancel"):
-    """Decode doesn't want the transfer any more."""
+    """Decode no longer wants the transfer."""
 
     session: Name
     peer: Name
@@ -230,12 +232,12 @@ _TO_PREFILL = msgspec.msgpack.Decoder(ToPrefill)
 
 
 def encode(message: ToDecode | ToPrefill) -> bytes:
-    """One frame."""
+    """Encodes a message as one frame."""
     return bytes([VERSION]) + _ENCODER.encode(message)
 
 
 def decode_to_decode(frame: bytes) -> ToDecode:
-    """A frame that a decode rank got. Raises WireError."""
+    """Decodes a frame received by a decode rank. Raises WireError."""
     message = _checked(frame, _TO_DECODE)
     if isinstance(message, Hello):
         _check_hello(message)
@@ -243,7 +245,7 @@ def decode_to_decode(frame: bytes) -> ToDecode:
 
 
 def decode_to_prefill(frame: bytes) -> ToPrefill:
-    """A frame that a prefill rank got. Raises WireError."""
+    """Decodes a frame received by a prefill rank. Raises WireError."""
     return _checked(frame, _TO_PREFILL)
 
 
@@ -275,18 +277,18 @@ def _check_hello(hello: Hello) -> None:
 
 
 def wire_name(request: str) -> str:
-    """A request id as messages carry it: its digest if it is too long or not printable."""
+    """Returns a request id for messages: a digest if it is too long or not printable."""
     if 0 < len(request) <= MAX_NAME and is_line(request):
         return request
     return f"sha256-{hashlib.sha256(request.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
 def parts(entries: Sequence[_Item]) -> Iterator[tuple[_Item, ...]]:
-    """The list in pieces that each fit into one message."""
+    """Splits a list into pieces that each fit into one message."""
     for begin in range(0, len(entries), MAX_ENTRIES):
         yield tuple(entries[begin : begin + MAX_ENTRIES])
 
 
 def prompt_digest(token_ids: Sequence[int]) -> bytes:
-    """16 bytes that name a prompt: KV read for another one is never taken."""
+    """Returns 16 bytes that identify a prompt: KV read for a different prompt is never used."""
     return hashlib.sha256(np.asarray(token_ids, dtype="<i8").tobytes()).digest()[:16]

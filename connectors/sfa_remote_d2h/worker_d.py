@@ -1,4 +1,4 @@
-"""Decode's worker half: listens on its control port, reads KV into host pool and indexer caches."""
+"""Decode's worker half: listens on its control port and reads KV into the host pool and indexer caches."""
 
 from __future__ import annotations
 
@@ -49,30 +49,30 @@ from vllm_kvoffload.transfer import TransferEngine
 logger = get_logger(__name__)
 
 BUSY_S = 0.001
-"""Between looks at reads in flight."""
+"""Poll interval while reads are in flight."""
 
 ROUND_S = 0.02
-"""How long reads may follow each other before messages are looked at again."""
+"""Longest time spent on reads before messages are handled again."""
 
 MESSAGES_A_ROUND = 256
-"""Messages taken before reads and deadlines get their turn; libzmq takes connections in turn."""
+"""Messages handled before reads and deadlines get their turn; libzmq serves connections fairly."""
 
 QUEUE_LENGTH = 64
-"""Messages that libzmq queues from and to a connection. More wait on prefill, or are lost."""
+"""Messages that libzmq queues per connection and direction. Further ones wait on prefill, or are lost."""
 
 MAX_STUCK = 256
-"""Connections that were shut down and that libzmq does not close: it holds those back of which it has stopped
-to read, as it does where strangers take each other's name."""
+"""Limit on connections that were shut down but not closed by libzmq: it keeps those it no longer reads
+from, for example when peers take each other's name."""
 
 REBIND_S = 1.0
 
 MAX_ROUTES = 4096
-"""Sessions whose connection is remembered."""
+"""Maximum number of sessions whose connection is remembered."""
 
 
 @dataclass
 class Results:
-    """What the engine is told at the end of a step. failures: why, of the requests that were not received."""
+    """Results of a step for the engine. failures: reasons, for requests that were not received."""
 
     done: set[str] = field(default_factory=set)
     failed_blocks: set[int] = field(default_factory=set)
@@ -80,12 +80,12 @@ class Results:
 
 
 class DecodeWorker(IOThread):
-    """One rank. Raises ConfigError when its control port is taken.
+    """The worker half of one rank. Raises ConfigError when its control port is taken.
 
     Args:
-        engine: with nothing registered yet; it is closed at the end. channel: likewise.
+        engine: nothing registered yet; closed at the end. channel: also closed at the end.
         facts: of model and layout, see `Layout.facts`.
-        control_key: 64 hex digits that prefill has, too: control messages are encrypted.
+        control_key: 64 hex digits shared with prefill: control messages are encrypted.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class DecodeWorker(IOThread):
         self._session = uuid.uuid4().hex
         self.consumer = Consumer(self._session, facts, len(layout.layers), tp_size, tp_rank, limits)
         self.frames_refused = 0
-        # By session: the name of the connection over which it spoke last. It may have several: an engine is
-        # known by more than one name and address.
+        # By session: the name of the connection it used last. A session may have several, since an engine is
+        # reachable under more than one name and address.
         self._routes: OrderedDict[str, bytes] = OrderedDict()
         self._idle = Idle()
         self._reads = Reads(engine, layout)
@@ -124,7 +124,7 @@ class DecodeWorker(IOThread):
 
     @property
     def bytes_read(self) -> int:
-        """From prefill, since the start."""
+        """Bytes read from prefill since the start."""
         return self._reads.bytes_read
 
     def _watched(self) -> ConnectionGate:
@@ -133,8 +133,8 @@ class DecodeWorker(IOThread):
         return gate
 
     def _listen_anew(self) -> None:
-        """Only the end of its socket ends the connections that libzmq holds back. Prefill connects
-        again, under the same names. Raises ConfigError: the port is not free yet."""
+        """Recreates the listening socket: only closing it ends the connections that libzmq keeps. Prefill
+        reconnects under the same names. Raises ConfigError while the port is still taken."""
         if not self._router.closed:
             for item in (self._router, self._gate.monitor):
                 self._poller.unregister(item)
@@ -168,12 +168,12 @@ class DecodeWorker(IOThread):
         return router
 
     def use_secret(self, secret: str) -> None:
-        """What prefill must present to be known; until then it gets no answer."""
+        """Sets the secret that prefill must present; until then it is not answered."""
         with self.lock:
             self.consumer.use_secret(secret)
 
     def begin_step(self, metadata: DecodeMetadata) -> None:
-        """New requests; their blocks are quiet."""
+        """Registers new requests, whose blocks are not being written."""
         now = time.monotonic()
         with self.lock:
             self.consumer.use_secret(metadata.secret)
@@ -191,9 +191,9 @@ class DecodeWorker(IOThread):
             raise
 
     def finish_step(self, finished_req_ids: set[str], idle: bool = False) -> Results:
-        """Requests that were received, or failed, since the last step. The others go on.
+        """Returns requests received or failed since the last step. The others continue.
 
-        idle: the step computed nothing, so that it may wait a moment.
+        idle: the step computed nothing, so that the call may wait briefly.
         """
         results = Results()
         with self.lock:
@@ -219,7 +219,7 @@ class DecodeWorker(IOThread):
             self.wake()
         return results
 
-    # ------------------------------------------------------------------------------------------ the thread
+    # --------------------------------------------------------------------------------------------- the thread
 
     def _timeout_s(self) -> float:
         return BUSY_S if self._reads else TICK_S
@@ -241,7 +241,7 @@ class DecodeWorker(IOThread):
         with self.lock:
             self.attempt("a tick", self.consumer.tick, now)
         self._carry_out()
-        # A layer's read is often over at once, and the next layer published by then.
+        # A layer's read often ends at once, and by then the next layer is published.
         while self._poll_reads() and time.monotonic() < now + ROUND_S:
             pass
 
@@ -272,11 +272,11 @@ class DecodeWorker(IOThread):
             self.quiet.warning("stranger", text)
 
     def _take(self, now: float, frames: list[zmq.Frame]) -> None:
-        """A message, with where it came from."""
+        """Handles a message, together with its connection."""
         self._gate.watch(now)
         try:
             descriptor = int(frames[-1].get(zmq.SRCFD))
-        except zmq.ZMQError:  # what isn't ZMTP 3 libzmq takes for an old version, and names no connection
+        except zmq.ZMQError:  # not ZMTP 3: libzmq reports no connection
             self._refuse(frames[0].bytes, -1, "protocol", "its connection speaks no ZMTP 3")
             return
         if len(frames) != 2:
@@ -299,7 +299,7 @@ class DecodeWorker(IOThread):
             self._refuse(identity, descriptor, "session", f"a {type(message).__name__} of another session")
             return
         if not isinstance(message, (Hello, Declined)) and session != message.session:
-            if self.consumer.ready:  # a connection must introduce itself, also if the session is known
+            if self.consumer.ready:  # a connection must introduce itself even if its session is known
                 send(self._router, [identity, encode(NeedHello(self._session, message.session))])
             return
         if not isinstance(message, (Hello, Declined)):
@@ -314,7 +314,7 @@ class DecodeWorker(IOThread):
         self._carry_out()
 
     def _refuse(self, identity: bytes, descriptor: int, kind: str, reason: str) -> None:
-        """Counts and logs a refusal. descriptor: of a connection that ends if it is a stranger's, or -1."""
+        """Counts and logs a refusal. descriptor: connection to end if it is unauthenticated, or -1."""
         self.frames_refused += 1
         sender = identity.decode("ascii", "backslashreplace")
         self.quiet.error(f"refused {kind}", f"prefill rank {printable(sender, 64)}: {printable(reason)}")
@@ -333,7 +333,7 @@ class DecodeWorker(IOThread):
             self._reads.leave(hello.session)
 
     def _carry_out(self) -> None:
-        """Carries out what the state machine has queued, until nothing is left."""
+        """Carries out the state machine's queued actions until none is left."""
         while True:
             with self.lock:
                 consumer = self.consumer
@@ -367,7 +367,7 @@ class DecodeWorker(IOThread):
         send(self._router, [self._routes.get(session, session.encode()), encode(message)])
 
     def _poll_reads(self) -> bool:
-        """Whether any order made progress."""
+        """Polls the reads; returns whether any order made progress."""
         over, moved = self._reads.poll()
         for number, error in over:
             with self.lock:

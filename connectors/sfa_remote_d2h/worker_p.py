@@ -1,4 +1,4 @@
-"""Prefill's worker half: tells decode ranks what may be read, and when blocks are free again."""
+"""Prefill's worker half: tells decode ranks which layers they may read, and when blocks may be freed."""
 
 from __future__ import annotations
 
@@ -45,25 +45,26 @@ from vllm_kvoffload.transfer import TransferEngine
 logger = get_logger(__name__)
 
 UNUSED_S = 30.0
-"""A connection without transfers is closed after so long."""
+"""Idle time after which a connection without transfers is closed."""
 
 WRITTEN_S = 30.0
-"""Deadline of a layer's writes on the device."""
+"""Deadline for a layer's writes on the device."""
 
 POLL_S = 0.001
-"""Between looks at layers that the device still writes."""
+"""Poll interval while the device still writes layers."""
 
 MESSAGES_A_ROUND = 128
-"""Messages taken from one endpoint before others get their turn."""
+"""Messages handled per endpoint before the next one gets its turn."""
 
 QUEUE_LENGTH = 256
-"""Messages that libzmq keeps for a decode rank that can't be reached; what is beyond is lost."""
+"""Messages that libzmq queues for an unreachable decode rank; further ones are lost."""
 
 MAX_ENDPOINTS = 512
-"""Decode ranks that connections are kept to. Those without transfers make room for new ones."""
+"""Maximum number of connections to decode ranks. Those without transfers make room for new ones."""
 
 SETTLED_S = 2.0
-"""Silence after which a decode rank may lose its connection to others: what was last said has arrived."""
+"""Silence after which a decode rank's connection may be closed to make room: the last messages have
+arrived."""
 
 MAX_RECONNECT_MS = 1000
 
@@ -71,16 +72,16 @@ Endpoint = tuple[str, int]
 
 
 class EndpointError(ValueError):
-    """An endpoint that can't be connected to."""
+    """An endpoint that cannot be connected to."""
 
 
 class PrefillWorker(IOThread):
-    """One rank. The compute thread calls the methods; sockets belong to the thread.
+    """The worker half of one rank. The compute thread calls the methods; the I/O thread owns the sockets.
 
     Args:
-        engine: with nothing registered yet; it is closed at the end. channel: likewise.
+        engine: nothing registered yet; closed at the end. channel: also closed at the end.
         facts: of model and layout, see `Layout.facts`.
-        control_key: 64 hex digits that decode has, too: control messages are encrypted.
+        control_key: 64 hex digits shared with decode: control messages are encrypted.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class PrefillWorker(IOThread):
         self._endpoints: dict[zmq.Socket[bytes], Endpoint] = {}
 
     def drop(self, metadata: PrefillMetadata) -> None:
-        """Before anything may overwrite their blocks."""
+        """Ends transfers of dropped requests, before their blocks may be overwritten."""
         self._await_written()
         with self.lock:
             for req_id, retry in metadata.dropped:
@@ -135,7 +136,7 @@ class PrefillWorker(IOThread):
         self.wake()
 
     def begin_step(self, metadata: PrefillMetadata) -> None:
-        """A step's blocks will be computed now."""
+        """Registers the blocks that a step is about to compute."""
         self._await_written()
         now = time.monotonic()
         with self.lock:
@@ -165,49 +166,49 @@ class PrefillWorker(IOThread):
         self.producer.begin_chunk(step.req_id, step.start, step.blocks, step.final)
 
     def _decline(self, now: float, target: Target, request: str, prompt: bytes, reason: str) -> None:
-        """Tells all ranks of a decode engine that a request's KV will not come."""
+        """Tells all ranks of a decode engine that a request will not be transferred."""
         if self._tp_rank == 0:
             for rank in range(min(max(target.tp_size, 0), MAX_TP)):
                 endpoint = (target.host, target.port + rank)
                 self.producer.decline(now, endpoint, request, prompt, target.secret, reason)
 
     def layer_done(self, layer: int, written: Event | None = None) -> None:
-        """A layer's KV, its indexer's too, is written, or will be when the device gets to an event."""
+        """Publishes a layer's KV, indexer KV included, now or when the device reaches `written`."""
         position = self._position.get(layer)
         if position is not None and self._step:
             self._publish_when(written, position + 1)
 
     def end_step(self, written: Event | None = None) -> None:
-        """The same for every layer."""
+        """Publishes all layers of the step, as `layer_done` does."""
         if self._step:
             self._publish_when(written, len(self._layout.layers))
             self._step = []
 
     def unread(self, layer: int, requests: Collection[str]) -> list[str]:
-        """Those of the requests of which decode may still read this layer (its number in the model)."""
+        """Returns the requests of which decode may still read this layer (its number in the model)."""
         position = self._position.get(layer)
         if position is None:
             return []
         with self.lock:
             written = {name for _, step, layers in self._unwritten if layers > position for name in step}
-            waiting = [name for name in requests if name in written]  # published when the device has them
+            waiting = [name for name in requests if name in written]  # not on the device yet
             return [*waiting, *(n for n in self.producer.unread(position, requests) if n not in written)]
 
     def give_up(self, requests: Collection[str], reason: str, retry: bool) -> None:
-        """What decode reads of these requests doesn't count any more. retry: they will be computed again."""
+        """Invalidates decode's reads of these requests. retry: they will be computed again."""
         with self.lock:
             for req_id in requests:
                 self.producer.drop(req_id, reason, retry)
         self.wake()
 
     def listen(self, on_news: Callable[[], None]) -> None:
-        """Calls a function, on any thread, whenever `unread` may have changed."""
+        """Registers a callback, called on any thread whenever `unread` may have changed."""
         self._on_news = on_news
 
     def take_free(self, idle: bool = False) -> set[str]:
-        """Requests whose blocks may be freed.
+        """Returns requests whose blocks may be freed.
 
-        idle: the step computed nothing, so that it may wait a moment for them.
+        idle: the step computed nothing, so that the call may wait briefly for them.
         """
         with self.lock:
             self._idle.begin()
@@ -226,13 +227,13 @@ class PrefillWorker(IOThread):
         self.wake()
 
     def _publish_written(self) -> None:
-        """Under the lock: publishes what the device has written, in order."""
+        """Publishes layers that the device has written, in order. Call with the lock held."""
         while self._unwritten and (self._unwritten[0][0] is None or self._unwritten[0][0].query()):
             _, step, layers = self._unwritten.popleft()
             self.producer.publish(time.monotonic(), step, layers)
 
     def _await_written(self) -> None:
-        """Nothing of a step is left unpublished when the next one changes its requests' last chunk."""
+        """Waits until all of a step is published, before the next one changes its requests' last chunk."""
         with self.lock:
             waits = [event for event, _, _ in self._unwritten if event is not None]
         for event in waits:
@@ -276,7 +277,7 @@ class PrefillWorker(IOThread):
         return {**values, "frames_refused": self.frames_refused, "control_errors": self.errors}
 
     def _send_all(self, outbox: list[tuple[Endpoint, ToDecode]]) -> None:
-        """Each endpoint by itself: one that can't be used costs its own transfers."""
+        """Sends to each endpoint separately: an unusable one affects only its own transfers."""
         failed: set[Endpoint] = set()
         for endpoint, message in outbox:
             if endpoint in failed:
@@ -322,7 +323,7 @@ class PrefillWorker(IOThread):
         self.quiet.error(kind, f"decode rank at {endpoint[0]}:{endpoint[1]}: {printable(reason)}")
 
     def _socket(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
-        """The connection to an endpoint. Raises EndpointError, HostError, ZMQError."""
+        """Returns the connection to an endpoint. Raises EndpointError, HostError, ZMQError."""
         socket = self._sockets.get(endpoint)
         if socket is None:
             host, port = endpoint
@@ -343,14 +344,14 @@ class PrefillWorker(IOThread):
     def _connect(self, socket: zmq.Socket[bytes], endpoint: Endpoint) -> None:
         set_options(socket, QUEUE_LENGTH)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
-        # The same name after a reconnect, so that decode's answers find this rank again.
+        # Keep the name after a reconnect, so that decode's answers reach this rank again.
         socket.setsockopt(zmq.IDENTITY, connection_name(self.producer.hello.session))
         if self._key is not None:
             self._key.connect(socket)
         socket.connect(tcp(*endpoint))
 
     def _make_room(self) -> None:
-        """Raises EndpointError: every connection is needed."""
+        """Closes an idle connection. Raises EndpointError if every connection is needed."""
         if len(self._sockets) < MAX_ENDPOINTS:
             return
         with self.lock:

@@ -375,7 +375,8 @@ class Adapter:
         return [plain(output)[:count].clone() for output in outputs]
 
     def draft(self, step: dict[str, Any], rejected: Sequence[int], pad: int = 0) -> list[torch.Tensor]:
-        """The draft passes behind a step of which so many drafts were rejected; the MTP layer's outputs."""
+        """Runs the draft passes after a step with `rejected` drafts rejected; returns the MTP layer's
+        outputs."""
         setup, mtp, builder = self.setup, range(len(TYPES), len(TYPES) + 1), self.builders["full"]
         common, count = self.common, len(step["names"])
         common = replace(common, seq_lens=common.seq_lens.clone(), slot_mapping=common.slot_mapping.clone())

@@ -106,7 +106,7 @@ def unpack(files: dict[str, Path], site: Path) -> None:
 
 
 def complete(site: Path) -> None:
-    """What an installation would have generated: versions, the device's type, CANN."""
+    """Writes files that an installation would have generated: versions, the device's type, CANN."""
     info = site / f"vllm-{VLLM}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}\n")

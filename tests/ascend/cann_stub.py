@@ -1,9 +1,10 @@
-"""Shared libraries that stand for CANN, so that torch_npu can be imported on a machine without it.
+"""Stub CANN libraries, so that torch_npu can be imported on a machine without CANN.
 
     python cann_stub.py TORCH_LIB_FOLDER TORCH_NPU_FOLDER TARGET_FOLDER
 
-They have every symbol that torch_npu wants and nobody has: functions that return 0, and data of zeros. There
-are no devices: `torch.npu.is_available()` is False. Needs nm and readelf (binutils) and a C compiler.
+They define every otherwise missing symbol that torch_npu requires: functions that return 0, and data of
+zeros. There are no devices: `torch.npu.is_available()` is False. Needs nm and readelf (binutils) and a C
+compiler.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-# What the answer 0 would promise too much for. Everything else may succeed: nobody gets so far.
+# Calls for which the answer 0 would claim too much. Others may succeed: no test gets that far.
 SPECIAL = {
     "aclrtGetDeviceCount": "int aclrtGetDeviceCount(unsigned *count) { *count = 0; return 0; }",
     "aclInit": "int aclInit(const char *path) { (void)path; return 507000; }",
 }
-# C++ type information and vtables are data; their size doesn't matter to who never uses them.
+# C++ type information and vtables are data; their size is irrelevant as they are never used.
 DATA = re.compile(r"_ZT[VIST]")
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
@@ -40,7 +41,7 @@ def needed(library: Path) -> set[str]:
 
 
 def system_libraries() -> dict[str, Path]:
-    """What the loader finds by itself."""
+    """Libraries found by the loader itself."""
     command = ["/sbin/ldconfig", "-p"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     pairs = re.findall(r"^\s+(\S+) \(.*\) => (\S+)$", listed, re.MULTILINE)

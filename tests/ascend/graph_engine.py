@@ -261,7 +261,7 @@ class Engine:
         return out[:count].clone()
 
     def dummy(self) -> None:
-        """What a rank without work does while other DP ranks have some."""
+        """Runs a rank without work while other DP ranks have some."""
         self._builds = True
         self.runner._dummy_run(1, uniform_decode=True)
         self._builds = False

@@ -275,7 +275,7 @@ def test_control_a_rank_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> N
     assert differences(found[1], run_ranks(Setup(), 2, 6)[1])
 
 
-# --------------------------------------------------------------------------------- what the host waits for
+# ------------------------------------------------------------------------------------------ waits of the host
 
 
 def waits_by_layer(setup: Setup) -> tuple[list[list[str]], list[str]]:

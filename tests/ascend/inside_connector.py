@@ -135,7 +135,7 @@ def test_register_save_and_load(machine: FakeOffload, quantised: bool) -> None:
         for ours, theirs in zip(entry, prefill.entries[name], strict=True):
             assert torch.equal(ours[[2, 5]].view(torch.uint8), theirs[[4, 1]].view(torch.uint8)), name
             assert not ours[[0, 1, 3, 4]].view(torch.uint8).any(), name
-    for layer, name in enumerate(NAMES):  # what attention, manager and connector have is one memory
+    for layer, name in enumerate(NAMES):  # attention, manager and connector share one memory
         context = decode.runner.compilation_config.static_forward_context
         bound = context[name].kv_cache
         assert bound[0].data_ptr() == decode.entries[name][0].data_ptr()

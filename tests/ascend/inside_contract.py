@@ -281,7 +281,7 @@ def test_the_scheduler_drops_a_first_step_over_lost_blocks(recompute: bool) -> N
     assert lost == {"first", "later"}
     after = {request.request_id: request.num_computed_tokens for request in scheduler.running}
     assert after == {"first": 0 if recompute else 200, "later": 128, "other": 250}
-    assert evicted == {2, 4, 5}  # what was lost, and what was computed over it
+    assert evicted == {2, 4, 5}  # lost blocks, and blocks computed from them
 
 
 # -------------------------------------------------------------------------------------------------- memory

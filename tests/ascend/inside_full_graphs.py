@@ -56,12 +56,12 @@ STEPS: list[Step] = [
     *decodes({"a": (69, 1)}, 2),
     {"a": (71, 1), "b": (0, 20)},  # another b, in the row that was freed last
     *decodes({"b": (20, 1), "a": (72, 1), "c": (55, 1)}, 8),
-    {"b": (28, 1), "a": (80, 9)},  # a session goes on: what a graph wrote to the host pool is read back
+    {"b": (28, 1), "a": (80, 9)},  # a session continues: a graph's host pool rows are read back
     *decodes({"b": (29, 1), "a": (89, 1)}, 3),
 ]
 """Positions cross blocks of 16 tokens; rows have 64 slots, so that a's tokens no longer all fit."""
 ENDS = {27: "b"}
-"""Who is finished before a step."""
+"""Requests that finish before each step."""
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def in_graphs(engine: Engine, steps: int | None = None) -> list[torch.Tensor]:
 
 
 def padding(number: int) -> int:
-    """What a step is padded by where it runs in a graph: a projection of other tokens rounds otherwise."""
+    """Padding of a step that runs in a graph: a projection of other tokens rounds differently."""
     queries = [queries for _, queries in STEPS[number].values()]
     return min(size for size in SIZES if size >= len(queries)) - len(queries) if max(queries) == 1 else 0
 

@@ -37,7 +37,7 @@ TOKENS = 4  # of the graph; steps are padded to it
 PREFIXES = [f"model.layers.{layer}.self_attn" for layer in range(len(TYPES))]
 
 
-# ------------------------------------------------------------------------------------- what upstream splits
+# --------------------------------------------------------------------------------------- upstream's splitting
 
 
 def configured(mode: CUDAGraphMode, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -122,7 +122,7 @@ def test_upstream_leaves_sparse_attentions_parameters_in_a_graph_alone() -> None
 
 
 def test_no_graph_mode_of_this_release_converts_to_ge() -> None:
-    """torchair is used for ACL graphs only: converters for our operators would be called by nobody."""
+    """torchair is used for ACL graphs only: converters for our operators would never be called."""
     options = SimpleNamespace(enable_static_kernel=False)
     config = MagicMock()
     compiler_interface._configure_backend(config, options, None)

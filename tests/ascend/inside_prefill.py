@@ -197,7 +197,7 @@ def test_same_outputs_through_page_locked_memory(
 def test_a_prefix_comes_out_of_the_store(
     plan: tuple[Any, Any], whole: Adapter, expected: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rows are nowhere else: what the caches hold is overwritten before."""
+    """Its rows exist nowhere else: the caches' previous contents are overwritten first."""
     engine = PrefillEngine(monkeypatch, store_transfer(*plan))
     assert differences(engine, expected) == []
     tokens = prompt("a")
@@ -269,7 +269,7 @@ def test_control_a_wait_that_does_not_happen(
 def test_nothing_is_saved_before_the_device_has_computed_it(
     npu: SimulatedNpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = PrefillEngine(monkeypatch, store_transfer(None, [0]))  # nobody waits for a layer's memory
+    engine = PrefillEngine(monkeypatch, store_transfer(None, [0]))  # no layer's memory is waited for
     pipeline = engine.worker.worker.pipeline
     saved: list[int] = []
     real = LayerPipeline.finish
@@ -380,7 +380,7 @@ def wrong_rows(whole: Adapter, entries: dict[str, Any]) -> list[str]:
 
 @pytest.fixture
 def handed_over(whole: Adapter) -> Outputs:
-    """What upstream computes of the request."""
+    """Computes the request with upstream's code."""
     return [whole.run(make_step({"a": step})) for step in ((0, 40), (40, 23))]
 
 
@@ -427,7 +427,7 @@ def slow_reads(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     "types", [("full", "shared", "full", "shared"), ("full",) * 4], ids=["shared", "full"]
 )
 def test_the_scheduler_sees_what_fits(types: tuple[str, ...]) -> None:
-    """vLLM divides what the worker reports by the pages of all layers."""
+    """vLLM divides the worker's reported bytes by the pages of all layers."""
     config = engine_config(store_transfer(1, [0]))
     config.model_config.hf_text_config.indexer_types = list(types)
     config.cache_config.num_gpu_blocks_override = None

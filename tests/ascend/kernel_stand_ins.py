@@ -53,12 +53,12 @@ LISTS = {
     "dsa_install_rows": ["query_start_loc", "rows", "miss_positions", "miss_slots", "miss_counts"],
     "host_write_rows": ["slot_mapping"],
 }
-"""What an operator takes behind its lists of components, in its order."""
+"""An operator's arguments after its lists of components, in order."""
 CORES, REPORT_INTS, LINE = 5, 8, 64
 
 
 class Kernels:
-    """What both have in common: checks, streams, and host rows by address."""
+    """Common part of both: checks, streams, and host rows by address."""
 
     def __init__(self, npu: Any) -> None:
         self._npu = npu
@@ -200,7 +200,7 @@ class CoreKernels(Kernels):
 
 
 class TwinKernels(Kernels):
-    """By the AscendC kernels, in a library built for the CPU twin. `reported`: what the twin has found."""
+    """Calls the AscendC kernels in a library built for the CPU twin. `reported`: findings of the twin."""
 
     def __init__(self, npu: Any, library: str) -> None:
         super().__init__(npu)

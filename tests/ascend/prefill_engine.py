@@ -184,7 +184,7 @@ class PrefillEngine:
         self._finished.add(request.request_id)
 
     def output(self, queries: dict[str, int]) -> SchedulerOutput:
-        """vLLM's, of a step that computes so many tokens of each request."""
+        """Builds vLLM's scheduler output for a step with the given number of tokens per request."""
         new, cached = [], CachedRequestData.make_empty()
         drafted: dict[str, list[int]] = {}
         for name, count in queries.items():
@@ -220,7 +220,7 @@ class PrefillEngine:
         )  # fmt: skip
 
     def step(self, queries: dict[str, int], pad: int = 0, rejected: Sequence[int] = ()) -> list[torch.Tensor]:
-        """Outputs of all layers; what the step lost is in `lost`. rejected: drafts, of each request."""
+        """Returns outputs of all layers; lost requests are in `lost`. rejected: drafts per request."""
         output = self.output(queries)
         output.kv_connector_metadata = self.scheduler.build_connector_meta(output)
         made = make_step({name: (self._computed[name], count) for name, count in queries.items()})

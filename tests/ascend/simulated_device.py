@@ -45,7 +45,7 @@ syncs = Syncs()
 
 
 class Capturing:
-    """What runs an operator of the device while a graph is captured, None otherwise."""
+    """The recorder of device operators while a graph is captured, None otherwise."""
 
     operator: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None
 
@@ -67,7 +67,7 @@ def on_npu(tensor: torch.Tensor) -> OnNpu:
 
 
 def plain(value: Any) -> Any:
-    """The same memory as the host's, for who stands for the device; other values as they are."""
+    """Views device tensors as host tensors, for simulated device code; other values unchanged."""
     if not isinstance(value, OnNpu):
         return value
     with torch._C.DisableTorchFunctionSubclass():

@@ -20,7 +20,7 @@ from simulated_npu import SimulatedNpu  # isort: skip
 
 
 class Graph:
-    """What was written down."""
+    """The recorded operations."""
 
     def __init__(self, npu: SimulatedNpu) -> None:
         self._npu = npu
@@ -40,7 +40,7 @@ class Graph:
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down torch's operators, which run on copies of what they would change.
+    """Records torch's operators, which run on copies of tensors they would change.
 
     strict: tensors must be the device's or made by the graph itself.
     """
@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Spare:
-    """Copies of tensors; what is one tensor twice has one copy."""
+    """Copies tensors; a tensor that occurs twice has one copy."""
 
     def __init__(self) -> None:
         self._copies: dict[Any, torch.Tensor] = {}

@@ -23,16 +23,16 @@ from simulated_device import Device, device_op  # isort: skip
 
 
 class SimulatedNpu:
-    """Stands for torch.npu. A device that is done with everything at once; `busy` holds new events back.
+    """Stands for torch.npu. Work completes at once; `busy` delays new events.
 
-    Kernels that are launched on a side stream run when somebody waits for them, and not before: what nobody
-    waits for comes too late.
+    Kernels launched on a side stream run only when they are waited for: without a wait, their results come
+    too late.
     """
 
     def __init__(self) -> None:
         self.busy = False
         self.graph_calls: list[Callable[[], object]] | None = None
-        """What a graph that is captured will do."""
+        """A recorded action of a captured graph."""
         self.streams: list[SimulatedStream] = []
         self.main = self.Stream()
         self._current = threading.local()
@@ -66,7 +66,7 @@ class SimulatedNpu:
         self.queue(self._launch, self.current_stream(), kernel)
 
     def queue(self, work: Callable[..., object], *args: Any) -> None:
-        """What a stream is told: it happens, or is written down."""
+        """Accepts work on a stream: runs it, or records it during capture."""
         if self.graph_calls is None:
             work(*args)
         else:
@@ -84,7 +84,7 @@ class SimulatedNpu:
 
 
 class SimulatedStream:
-    """Kernels that nobody has waited for yet, in order."""
+    """Kernels not yet waited for, in order."""
 
     def __init__(self, npu: SimulatedNpu) -> None:
         self._npu = npu
@@ -125,7 +125,7 @@ class SimulatedEvent:
         self._npu.host_waits()
         if self._held and self._npu.busy:
             return False
-        self.stream.run_to(self.position)  # who asks is going to wait
+        self.stream.run_to(self.position)  # the caller is about to wait
         return True
 
 
@@ -159,7 +159,7 @@ def rmsnorm_rope_cache(
     kv: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor,
     rope_cache: torch.Tensor, latent_cache: torch.Tensor, *, epsilon: float, cache_mode: str,
 ) -> None:  # fmt: skip
-    """What upstream calls without the offload: norm, rope, and a paged write."""
+    """Upstream's calls without the offload: norm, rope, and a paged write."""
     assert cache_mode == "PA"
     width = latent_cache.shape[-1]
     latent = rms_norm(kv[..., :width], weight, epsilon)[0].view(len(kv), -1)
@@ -220,7 +220,7 @@ def sparse_flash_attention(
     ends = actual_seq_lengths_query.long()
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     owner = torch.repeat_interleave(torch.arange(len(ends)), ends - starts)
-    used = len(owner)  # what follows is padding
+    used = len(owner)  # the rest is padding
     assert used <= len(query)
     within = torch.arange(len(owner)) - starts[owner]
     limits = actual_seq_lengths_kv.long()[owner] - (ends - starts)[owner] + within + 1

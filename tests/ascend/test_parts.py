@@ -129,7 +129,7 @@ def test_a_lane_runs_behind_the_compute_stream_and_before_who_joins_it(
     first = lane.submit(npu.launch, lambda: ran.append(1))
     lane.submit(npu.launch, lambda: ran.append(2))
     assert npu.current_stream() is npu.main
-    assert ran == []  # queued, and nobody has waited
+    assert ran == []  # queued, but not waited for yet
     lane.join(first)
     assert ran == [1]
     runtime.synchronize()
@@ -439,7 +439,7 @@ def test_integers_go_over_in_one_transfer_to_where_they_always_are(monkeypatch: 
 
 
 class Manager:
-    """Notes what was begun."""
+    """Records the calls that begin steps."""
 
     def __init__(self) -> None:
         self.begun: list[Any] = []

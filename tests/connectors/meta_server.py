@@ -1,4 +1,4 @@
-"""A proxy's metaserver, as far as decode meets it."""
+"""A stand-in for the proxy's metaserver, as seen by decode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill servers, decode servers and proxies: the real programs, as many as a test wants."""
+"""Starts prefill servers, decode servers and proxies: the real programs, in any number."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Engine:
 
 @dataclass
 class Answer:
-    """Status and body; a stream's events are put together to what it would be in one piece."""
+    """Returns status and body; a stream's events are merged into an unstreamed answer."""
 
     status: int
     body: dict[str, Any]
@@ -107,7 +107,7 @@ def post(
 
 
 def folded(stream: bytes) -> dict[str, Any]:
-    """What the events of a stream say together, in the form of an answer that isn't streamed."""
+    """Merges the events of a stream into the form of an unstreamed answer."""
     choices: dict[int, dict[str, Any]] = {}
     usage = None
     found = list(events(stream.splitlines(keepends=True)))
@@ -142,7 +142,7 @@ NOT_COMPARED = {"id", "created", "kv_transfer_params", "system_fingerprint", "pr
 
 
 def check_same(answer: Answer, reference: Answer) -> None:
-    """Everything an answer says but names, times and what was cached; log-probabilities to TOLERANCE."""
+    """Returns an answer without names, times and cached counts; log-probabilities rounded to TOLERANCE."""
     assert (answer.status, reference.status) == (200, 200), (answer.body, reference.body)
     differences = list(_differences(answer.body, reference.body, ""))
     assert not differences, differences[:3]
@@ -183,7 +183,7 @@ def wait_free(server: Server, deadline_s: float) -> float:
 
 
 def reset(server: Server, external: bool = True) -> bool:
-    """What `/reset_prefix_cache` says."""
+    """Returns the answer of `/reset_prefix_cache`."""
     url = f"http://{HOST}:{server.port}/reset_prefix_cache?reset_external={str(external).lower()}"
     return httpx.post(url, timeout=30).json()["success"]
 
@@ -299,7 +299,8 @@ class Fleet:
         return answer
 
     def orphan(self, body: Mapping[str, Any], number: int = 0, topology: str = "1P1D") -> Answer:
-        """From a decode server, for a request that the proxy does not know: nobody prefills it."""
+        """Sends a request directly to a decode server: the proxy does not know it, so it is never
+        prefilled."""
         url = f"http://{HOST}:{self.proxies[topology].port}/v1/metaserver"
         params = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": url}
         headers = {"X-Request-Id": uuid.uuid4().hex}

@@ -61,7 +61,7 @@ class Wanted:
 
 
 class World:
-    """Both engines, their ranks and what is between them."""
+    """Both engines, their ranks and the network between them."""
 
     def __init__(self, prefill_tp: int, decode_tp: int, shared: bool = False) -> None:
         self.shared = shared  # all layers of prefill use the same memory, one after the other
@@ -124,7 +124,7 @@ class World:
         self.told = [0] * self.decode_tp  # requests that each rank reported
 
     def pump(self) -> None:
-        """Takes what the state machines said: messages to the network, orders, outcomes."""
+        """Collects the state machines' output: messages to the network, orders, outcomes."""
         for rank, producer in enumerate(self.producers):
             for endpoint, message in producer.outbox:
                 self.network.append(("d", rank, endpoint, encode(message)))
@@ -145,7 +145,7 @@ class World:
         self.check_counts()
 
     def meet(self, consumer: Consumer) -> None:
-        """What the worker does: a peer is one whose memory can be read."""
+        """Plays the worker's part: a session becomes a peer once its memory is readable."""
         hellos, consumer.to_meet = consumer.to_meet, []
         for hello in hellos:
             assert hello.secret == self.secret, "a stranger's memory is parsed"
@@ -371,7 +371,7 @@ class World:
     # ----------------------------------------------------------------------------------------------- rest
 
     def settle(self, seconds: float, work: bool = False) -> None:
-        """Time passes over a perfect network; with `work`, prefill computes what it has."""
+        """Advances time over a perfect network; with `work`, prefill computes its outstanding requests."""
         end = self.now + seconds
         while self.now < end:
             for _ in range(10_000):

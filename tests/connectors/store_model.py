@@ -51,7 +51,7 @@ DEADLINE_S = 60.0
 
 
 def chain(before: int, token: int) -> int:
-    """What stands for a token and all before it."""
+    """A value that represents a token and all tokens before it."""
     return ((before * 6364136223846793005 + token * 1442695040888963407 + 1) ^ (before >> 29)) & MASK
 
 
@@ -74,7 +74,7 @@ def row(layer: int, value: int) -> int:
 
 @dataclass
 class Faults:
-    """What the store does wrong now: chances."""
+    """Probabilities of the store's current faults."""
 
     gone: float = 0.0
     load: float = 0.0
@@ -155,7 +155,7 @@ class Client:
 
 @dataclass
 class Work:
-    """What a step computes of a request: tokens [begin, end). values: of tokens [0, end)."""
+    """A request's part of a step: tokens [begin, end). values: of tokens [0, end)."""
 
     name: str
     blocks: np.ndarray
@@ -242,7 +242,7 @@ def _config(
 
 
 class Engine:
-    """One engine. `wrong` lists what was not as it must be.
+    """One engine. `wrong` lists violated expectations.
 
     objects: that the store has room for. drafts: for each step of a request. deadline_s: of a copy.
     """
@@ -417,7 +417,7 @@ class Engine:
             for rank in self.ranks:
                 rank.pipeline.wait_layer(layer.index)
             late = self.dice.random() < 0.1
-            # What one rank computes reaches the others before the next layer.
+            # A rank's results reach the others before the next layer.
             garbage = garbage.union(*[rank.compute(position, work, garbage, late) for rank in self.ranks])
             for rank in self.ranks:
                 rank.pipeline.layer_done(layer.index)
@@ -426,7 +426,7 @@ class Engine:
     # -------------------------------------------------------------------------------------------- checks
 
     def _check_store(self) -> None:
-        """What can be read under a block's hash is that block."""
+        """A block readable under a hash must be that block."""
         service = self.owner._service
         pool, first = service.memory, self.ranks[0]
         generation = self.scheduler.connector._scheduler._generation
@@ -440,7 +440,7 @@ class Engine:
                 self.wrong.append(f"store: {block_hash.hex()[:8]}, of {values}")
 
     def _check_prefix_cache(self) -> None:
-        """So is what vLLM would give to another request."""
+        """So must a block that vLLM would share with another request."""
         for block in self.scheduler.kv_cache_manager.block_pool.blocks:
             values = self.contents.get(bytes(block.block_hash[:-4])) if block.block_hash else None
             for rank in self.ranks if values is not None else ():

@@ -275,7 +275,7 @@ class DecodeRig(Rig):
         self.frame(identity, frame, -2 - hash(message.session) % 50)
 
     def serve(self, req_id):
-        """A prefill rank that does what it should."""
+        """A correct prefill rank."""
         self.transfer += 1
         number = self.transfer
         chunks = tuple(wire.Chunk(n, (n + 1,), LAYERS) for n in range(3))
@@ -463,7 +463,7 @@ def test_what_was_found_before(frame, monkeypatch):
 
 
 def test_frames_over_a_socket_do_no_harm():
-    """Strangers send what they like while requests are received."""
+    """Unauthenticated peers send arbitrary frames while requests are received."""
     import zmq
 
     bench, context = Bench(), zmq.Context()

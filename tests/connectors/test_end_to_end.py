@@ -62,7 +62,7 @@ consumer.Consumer._shares = spoiled
 
 @pytest.fixture(scope="module")
 def flag(tmp_path_factory) -> Path:
-    """What the second decode server does not read is written here."""
+    """A file that names the reads to be skipped by the second decode server."""
     path = tmp_path_factory.mktemp("patch") / "without"
     path.write_text("")
     (path.parent / "sitecustomize.py").write_text(SPOILED.format(flag=str(path)))
@@ -131,7 +131,7 @@ SHAPES = {
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kinds_of_requests(servers, shape, stream):
-    """All of the answer, usage too. Streamed: after the other, so with what that left in the caches."""
+    """Returns the whole answer with usage. Streamed: sent after the other, so with its KV in the caches."""
     body = {**SHAPES[shape], "stream": stream}
     if stream:
         body["stream_options"] = {"include_usage": True}
@@ -224,12 +224,12 @@ def test_several_at_once(servers, topology):
         wait_free(engine, 20)
 
 
-# -------------------------------------------------------------------- what is wrong must show, or be mended
+# --------------------------------------------------------------------------- faults must show, or be repaired
 
 
 @pytest.mark.parametrize("without", ["main", "indexer", "main indexer"])
 def test_the_control_without_some_kv_differs(servers, flag, without):
-    """Attended to is then what another request left there, or nobody: above top-k the answer changes."""
+    """Attention then reads stale or unwritten rows: above top-k the answer changes."""
     body = completion(prompt(700, seed=31))
     flag.write_text(without)
     try:
@@ -243,7 +243,7 @@ def test_the_control_without_some_kv_differs(servers, flag, without):
 
 
 def test_recompute(servers):
-    """Nobody prefills, so decode computes the prompt itself, from what it has cached."""
+    """No prefill takes place, so decode computes the prompt itself, from its cached prefix."""
     shared = prompt(256, seed=32)
     servers.check(completion(shared + [9] * 10), "other")
     for tokens in (prompt(300, seed=33), shared + prompt(200, seed=34)):
@@ -321,7 +321,7 @@ def test_the_proxy_hears_why_a_request_failed(servers):
 
 
 def test_a_reset_succeeds_within_a_lease(servers):
-    """Of an engine that has nothing else to do, and not while decode may read what was computed before it."""
+    """On an idle engine, and not while decode may read KV computed before."""
     body = completion(prompt(300, seed=43), 4)
     servers.check(body)
     for engine in (servers.prefill[0], servers.decode[0]):

@@ -139,7 +139,7 @@ def step(*requests: Request) -> SimpleNamespace:
 
 
 def run(part: SfaRemoteD2HConnector, *requests: Request, through_multi: bool = False):
-    """All hooks in vLLM's order, twice where vLLM may call twice. Returns metadata, and who is kept."""
+    """Calls all hooks in vLLM's order, twice where vLLM may. Returns metadata and the kept requests."""
     part.posts.clear()
     part.notices.clear()
     outer = joined(part) if through_multi else part
@@ -260,7 +260,7 @@ def test_prompts_of_embeddings(parts, producer, mixed):
 
 
 class Trap(dict):
-    """Parameters whose every use fails, as nothing that JSON holds does: what nobody thought of."""
+    """Parameters whose every use raises, unlike any JSON value: stands for unforeseen errors."""
 
     def get(self, *_):
         raise RecursionError("trap")

@@ -78,7 +78,7 @@ class Faults(RuleBasedStateMachine):
 
     @rule(rounds=st.integers(1, 12), read=st.booleans(), work=st.booleans(), hear=st.booleans())
     def progress(self, rounds, read, work, hear):
-        """What mostly happens: messages arrive, reads end, prefill computes."""
+        """Typical events: messages arrive, reads end, prefill computes."""
         for _ in range(rounds):
             while hear and self.world.network:
                 self.world.deliver(0)
@@ -606,7 +606,7 @@ def test_a_lost_progress_is_told_again():
         while world.reads:
             world.finish_read(0)
         lost += len(world.network) - before
-        del world.network[before:]  # what decode says right after a read never arrives
+        del world.network[before:]  # decode's messages after a read never arrive
         while world.network:
             world.deliver(0)
         world.step(job, 4)

@@ -113,7 +113,7 @@ def test_an_answer_without_end_is_not_read(server, rendezvous):
 
 
 def test_connections_are_bounded(server, rendezvous, monkeypatch):
-    """What is beyond waits for its turn, and a host that never answers leaves room for others."""
+    """Excess posts wait for their turn, and a host that never answers leaves room for others."""
     monkeypatch.setattr(module, "MAX_CONNECTIONS", 4)
     server.gate.clear()
     for number in range(10):

@@ -244,7 +244,7 @@ def test_a_refusal_is_told(decode):
 
 
 def test_ranks_report_together():
-    """A rank that says what does not fit says more than one that was only told to stop."""
+    """A rank that names the mismatch takes precedence over one that was only told to stop."""
     gave_up = Failure("prefill gave up", "prefill")
     reports = [ReceiveReport({"a": gave_up, "b": gave_up}), ReceiveReport({"a": MISMATCH, "c": gave_up})]
     for one, other in (reports, reports[::-1]):
@@ -345,7 +345,7 @@ def test_several_prompts_in_one_call(prefill):
 
 
 TOLD = {"remote_cached_tokens", "remote_dcp_size", "remote_tp_size"}
-"""What is wrong where decode is known all the same, so that it hears of it."""
+"""Faults with a known decode engine, so that it is notified."""
 
 
 @pytest.mark.parametrize(

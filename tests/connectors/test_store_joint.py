@@ -1,8 +1,8 @@
 """Prefill with shared layer buffers, a store and remote decode at once: the same answers as without any.
 
 Two prefill servers with a store of different kinds, one decode server for both. The reference is a plain
-prefill server, which computes a request alone when nobody asks for its KV. Decode caches no prefixes, so that
-it pulls all of a prompt, also what prefill has loaded from its store.
+prefill server, which computes a request alone when its KV is not requested. Decode caches no prefixes,
+so that it pulls all of a prompt, also what prefill has loaded from its store.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LEASE_S = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """A prefill engine's. tp_size: of prefill. plan: what is left of the layers' ten caches."""
+    """Options of a prefill engine. tp_size: of prefill. plan: remaining caches of the layers' ten."""
 
     backend: str
     tp_size: int
@@ -65,7 +65,8 @@ hostsim.activate()
 
 
 def joint(kind: str) -> Engine:
-    """Of prefill. Its connectors are in the wrong order: who waits for whom doesn't depend on it."""
+    """Prefill's options. Its connectors are in the wrong order: the order of waiting must not depend on
+    it."""
     store = STORES[kind]
     options = {
         "backend": store.backend,

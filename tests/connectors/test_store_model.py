@@ -98,7 +98,7 @@ class Program:
 
 
 def wrong(checkpoint, seeds, cases) -> dict[int, list[str]]:
-    """What was found, by seed."""
+    """Violations by seed."""
     found = {seed: Program(checkpoint, seed, **cases[seed % len(cases)]).run() for seed in seeds}
     return {seed: list_ for seed, list_ in found.items() if list_}
 
@@ -182,7 +182,7 @@ def test_a_neighbour_that_hits_blocks_which_are_not_loaded(engine, policy, fault
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("in_flight", [True, False])
 def test_blocks_of_a_client_that_went_away_when_they_were_lost(engine, policy, in_flight):
-    """They are nobody's prefix afterwards."""
+    """Their blocks are no other request's prefix afterwards."""
     made = engine(policy=policy, **ALL)
     _store_first(made)
     made.add("a", [*COMMON, *range(20, 30)], 3)
@@ -218,7 +218,7 @@ def _hits(engine) -> int:
 @pytest.mark.parametrize("running", ["", "goes on", "is preempted"])
 @pytest.mark.parametrize("case", [ALL, {**ALL, "drafts": 2, "ranks": 2}, SHARED, RANKS], ids=str)
 def test_after_a_reset_nothing_stored_before_is_found(engine, monkeypatch, case, running):
-    """Nor what a request stores afterwards that began before: its KV may be of both weights."""
+    """Nor are blocks stored later by a request that began before: their KV may stem from both weights."""
     made = engine(**case)
     _store_first(made)
     long = [*COMMON, *range(20, 44)]
@@ -226,7 +226,7 @@ def test_after_a_reset_nothing_stored_before_is_found(engine, monkeypatch, case,
         made.add("long", long, 6)
         made.step()
         assert _hits(made) == 8
-    else:  # else what is expected of the running one would change, too
+    else:  # otherwise the expectation of the running one would change, too
         plain = store_model.row
         monkeypatch.setattr(store_model, "row", lambda layer, value: plain(layer, value) ^ 0x5A5A)
         made.contents.clear()

@@ -1,4 +1,4 @@
-"""Store and remote decode in one prefill engine: who tells whom what."""
+"""Store and remote decode in one prefill engine: how the two coordinate."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def joined(*parts) -> KVOffloadMultiConnector:
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_decode_never_gets_what_the_store_loses(shares):
-    """Whether layers share memory or not; only what is read before it is overwritten depends on that."""
+    """With and without shared memory; only the wait for reads before overwriting depends on it."""
     remote, store = Remote(), Store(shares)
     joined(remote, store)
     ((guard, reads_s),) = store.guards

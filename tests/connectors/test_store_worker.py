@@ -1,4 +1,4 @@
-"""The worker's half over a store of names: what is found again under which key."""
+"""The worker half over a store of names: which key a block is found under again."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_block_that_is_gone_is_missed(world):
 
 
 def test_what_another_rank_lost_is_not_handed_to_decode_by_this_one(world):
-    """All ranks compute with what one of them could not load."""
+    """A block that one rank could not load is lost on all ranks."""
     assert world.step("r", 0, 196) == {}
     assert world.worker.pipeline.given_up == []
     world.elsewhere["r"] = ("a load of rank 1 failed", True)
@@ -157,7 +157,7 @@ def test_a_name_that_is_used_again_at_once(world):
 
 
 class Odd:
-    """A request as none should be: what is not given raises."""
+    """A malformed request: missing attributes raise."""
 
     def __init__(self, **given):
         plain = {

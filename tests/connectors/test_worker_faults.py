@@ -1,4 +1,4 @@
-"""What peers, strangers and bad addresses cost: over real sockets."""
+"""Effects of faulty peers, unauthenticated peers and bad addresses, over real sockets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def until(condition, seconds=15.0):
         time.sleep(0.02)
 
 
-# ------------------------------------------------------------------------------ what was not read
+# ---------------------------------------------------------------------------------------------- missing reads
 
 
 @pytest.mark.parametrize("error", [TransferError("no such memory"), RuntimeError("a bug"), OverflowError()])
@@ -168,7 +168,7 @@ def test_a_strangers_metadata_never_reach_the_transfer_engine(bench):
 
 
 def test_a_peers_session_is_of_no_use_without_its_secret(bench):
-    """Who overheard it can't speak for the peer: each connection introduces itself."""
+    """An eavesdropper cannot speak for the peer: each connection introduces itself."""
     bench.expect("r", [3, 4])
     bench.compute("r", [[0]], 2, whole=False)
     bench.wait_metrics("decode", **{"receives.reading": 1})
@@ -212,7 +212,7 @@ def test_control_keys(keys, caplog, monkeypatch):
 
 
 def test_the_public_key_alone_lets_none_in():
-    """CURVE itself lets in whoever knows the server's public key."""
+    """CURVE alone admits any client that knows the server's public key."""
     keyed, context = Bench((KEYS[0], KEYS[0])), zmq.Context()
     try:
         client = context.socket(zmq.DEALER)
@@ -233,7 +233,7 @@ def test_the_public_key_alone_lets_none_in():
 
 @pytest.mark.parametrize("host", ["*", "decode_1:20150/x y", "a..b", "x" * 64, "☃", "a\0b", "0.0.0.0", ""])
 def test_a_bad_host_costs_its_own_transfers(bench, host, caplog):
-    """libzmq refuses some of them: what else was to be sent was lost with it."""
+    """libzmq refuses some of them: the messages queued behind them were lost as well."""
     for number in range(3):
         bench.compute(f"bad{number}", [[5]], 1, host=host)
     receives(bench)

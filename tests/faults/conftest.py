@@ -1,4 +1,4 @@
-"""The cluster that all faults hit, and what becomes of the matrix."""
+"""The cluster used by all faults, and the results matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client in a thread: asks, collects tokens, may go away, and is judged by a reference."""
+"""A client in a thread: sends a request, collects tokens, may disconnect, and is checked by a reference."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def metrics(port: int, timeout_s: float = 30.0) -> dict[str, float]:
 
 
 class Census:
-    """Threads and open files of a server's processes, by what they are."""
+    """Threads and open files of a server's processes, by kind."""
 
     def __init__(self, pid: int) -> None:
         self.threads: Counter[str] = Counter()
@@ -130,13 +130,13 @@ class Census:
         return self.threads.total(), self.files.total()
 
     def more_than(self, other: Census) -> str:
-        """What there is more of than in the other one."""
+        """Returns the items that exceed the other snapshot."""
         threads, files = self.threads - other.threads, self.files - other.files
         return f"{self.counts} after {other.counts}, more: {dict(threads)} {dict(files)}"
 
 
 def _sockets() -> dict[str, str]:
-    """What is behind a link like socket:[123], as far as /proc says it: a state of TCP is a number."""
+    """Describes a link like socket:[123] from /proc, with its numeric TCP state."""
     found = {}
     for kind, place in (("tcp", 9), ("tcp6", 9), ("udp", 9), ("unix", 6)):
         for line in Path(f"/proc/net/{kind}").read_text(encoding="utf-8").splitlines()[1:]:
@@ -154,7 +154,7 @@ def _read(path: Path) -> str:
 
 
 class Cluster:
-    """The processes by name, and what is between them."""
+    """The processes by name, and the relay and hop between them."""
 
     def __init__(self, checkpoint: Path, folder: Path) -> None:
         self._checkpoint, self._folder = checkpoint, folder
@@ -167,7 +167,7 @@ class Cluster:
         self.baseline: dict[str, Census] = {}
         self.reference_engine = "prefill"
         self.also_held: Callable[[], str] = str
-        """What else is still held, "" for nothing."""
+        """Describes resources still held, "" for none."""
         self._kinds: dict[str, Kind] = {}
         self._running: dict[str, Kind] = {}
         self._starts = 0
@@ -229,7 +229,7 @@ class Cluster:
             yield
         finally:
             self._kinds = kinds_before
-            # Of the others what was seen last: what they started meanwhile stays.
+            # For other kinds keep the latest snapshot, with anything they started meanwhile.
             self.baseline = before | {n: seen for n, seen in self.baseline.items() if n not in kinds}
 
     def _engine(self, name: str, kind: Kind) -> list[str]:
@@ -293,7 +293,7 @@ class Cluster:
             connection.close()
 
     def reset(self, name: str) -> bool:
-        """What an engine says to vLLM's own call that empties its prefix cache, and what is behind it."""
+        """Calls vLLM's endpoint that resets the prefix cache and the connectors; returns its verdict."""
         connection = http.client.HTTPConnection(HOST, self.ports[name], timeout=30)
         try:
             connection.request("POST", "/reset_prefix_cache?reset_external=true")
@@ -318,7 +318,7 @@ class Cluster:
         _kill(self.servers[name].pid, signal.SIGTERM)
 
     def reap(self, name: str, grace_s: float = 0.0) -> None:
-        """Waits for a server to end, and kills what is left of it then."""
+        """Waits for a server to end, then kills what remains of it."""
         end = time.monotonic() + grace_s
         while session_and_descendants(self.servers[name].pid) and time.monotonic() < end:
             time.sleep(0.1)
@@ -330,7 +330,8 @@ class Cluster:
             self.signal(name, signal.SIGCONT)
 
     def heal(self) -> None:
-        """Starts what has died in an earlier fault that went wrong, or is of another kind than wanted."""
+        """Restarts servers that died in an earlier failed fault, or that are of another kind than
+        requested."""
         for name, server in list(self.servers.items()):
             try:
                 server.check_alive()
@@ -377,7 +378,7 @@ class Cluster:
     # --------------------------------------------------------------------------------------- observables
 
     def busy(self) -> str:
-        """What still holds something, "" for nothing."""
+        """Describes remaining holders of resources, "" for none."""
         for name in (name for name in self.servers if name != "proxy"):
             found = metrics(self.ports[name])
             for series in ("vllm:num_requests_running", "vllm:num_requests_waiting", *HELD):

@@ -1,4 +1,5 @@
-"""Between decode's rendezvous posts and the proxy: sends prefill to the relay, and holds or spoils posts.
+"""Sits between decode's rendezvous posts and the proxy: redirects prefill to the relay, delays or alters
+posts.
 
 The proxy is started with `--advertise-host 127.0.0.2` and listens at 127.0.0.1 only, so that the same port of
 127.0.0.2 is free for the hop.
@@ -25,7 +26,7 @@ FAILED = "/failed"
 
 @dataclass(eq=False)
 class Plan:
-    """What happens to the posts of one request.
+    """Rules for the posts of one request.
 
     status: answered instead of the proxy, 0 for the connection's end without an answer; None: the proxy is
     asked. lose_answer: the proxy's first answer is not told. changes: fields of the message.

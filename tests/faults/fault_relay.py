@@ -1,4 +1,4 @@
-"""Between prefill's control sockets and decode's: passes messages on, or spoils them.
+"""Sits between prefill's control sockets and decode's: forwards messages, or alters them.
 
 Prefill reaches it since the rendezvous hop puts its port in the place of decode's. Each prefill session has a
 connection of its own to decode, under its own name, as it would have without the relay.
@@ -28,7 +28,7 @@ ACTIONS = ("dropped", "delayed", "duplicated", "truncated")
 
 @dataclass(eq=False)
 class Rule:
-    """What happens to messages. The first rule that fits one decides.
+    """Rules for messages. The first matching one decides.
 
     kinds: names of wire's classes, empty for all. prompt: digest of the request they are about, None for any;
     of a heartbeat only the entries of that request are hit. times: how many messages, None for all.
@@ -94,7 +94,7 @@ class Relay:
             self._rules.remove(rule)
 
     def clear(self) -> None:
-        """No rules and watches any more; what is delayed still comes."""
+        """Removes all rules and watches; delayed messages still arrive."""
         with self._lock:
             self._rules.clear()
             self._watches.clear()
@@ -207,7 +207,7 @@ class Relay:
         return None, message, None
 
     def _parts(self, message: Any, prompt: bytes | None) -> tuple[Any, Any]:
-        """What of a message is about a request, and what isn't."""
+        """Splits a message's fields into those about a request and the others."""
         if prompt is None:
             return message, None
         peer = getattr(message, "peer", None)

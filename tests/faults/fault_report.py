@@ -1,4 +1,4 @@
-"""The matrix: what became of the requests of each fault and phase, as a table."""
+"""The matrix: outcomes of the requests of each fault and phase, as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One fault: requests brought into their phases, the fault, and what must be true afterwards."""
+"""One fault: brings requests into their phases, injects the fault, and checks the required outcome."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Scene:
         return rule
 
     def await_hits(self, deadline_s: float = DEADLINE_S) -> None:
-        """Waits until all rules have hit as often as they must; what is missing then shows in the end."""
+        """Waits until all rules have matched often enough; missing matches are reported at the end."""
         end = time.monotonic() + deadline_s
         while time.monotonic() < end and any(rule.hits < least for rule, least in self._rules):
             time.sleep(0.05)
@@ -251,7 +251,7 @@ SHORT_S, LONG_S = 0.35 * LEASE_S, 1.7 * LEASE_S
 
 
 def warm_up(cluster: Cluster) -> None:
-    """First contact over a bad line; then what makes processes start their lazy threads."""
+    """First contact over a bad connection; then requests that make processes start their lazy threads."""
     with Scene(cluster, "first contact: Hello dropped, its answer truncated", (WAITING,)) as scene:
         scene.disturb("dropped", "Hello")
         scene.disturb("truncated", "HelloAck")

@@ -16,7 +16,7 @@ from fault_scene import BEFORE, DEADLINE_S, Scene, after, together
 
 HERE = Path(__file__).parent
 POOL_GB = 0.03
-"""Of the local store: enough for what runs, which is checked at the start, and a few prefixes."""
+"""Size of the local store: enough for running requests, which is checked at the start, and a few prefixes."""
 
 
 PLANT = """
@@ -52,7 +52,7 @@ class Fault:
 
 
 class StoreFaults:
-    """The faults of prefill's store, and what prefill has open in it. policy: for requests that lose KV."""
+    """Faults of prefill's store, and prefill's open objects. policy: for requests that lose KV."""
 
     def __init__(self, cluster: Cluster, folder: Path, policy: str) -> None:
         self.cluster, self.policy = cluster, policy
@@ -72,7 +72,7 @@ class StoreFaults:
             self._faults.pop().end()
 
     def held(self) -> str:
-        """What prefill's processes have open in the store, "" for nothing."""
+        """Describes objects that prefill's processes have open in the store, "" for none."""
         for path in sorted(self._folder.glob("open-*")):
             for kind, count in json.loads(path.read_text(encoding="utf-8")).items():
                 if count:

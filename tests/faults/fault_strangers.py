@@ -1,4 +1,4 @@
-"""Strangers: what they send to ports that are not theirs. All of it goes to this machine only.
+"""Hostile peers that send to ports not meant for them. All traffic stays on this machine.
 
 Each function of `CONTROL`, `HTTP` and `PARAMETERS` sends one kind of thing, ends within seconds, and raises
 nothing when the other side hangs up.
@@ -117,7 +117,7 @@ def a_hello(secret: str, **changes: Any) -> wire.Hello:
 
 
 def learn_hello(prefill_port: int) -> wire.Hello | None:
-    """How a prefill server introduces itself: to whoever it is asked to send KV to, as long as it may."""
+    """A prefill server's introduction, sent to any endpoint that it is directed to, within its limits."""
     context = zmq.Context()
     context.setsockopt(zmq.LINGER, 0)
     try:
@@ -406,7 +406,7 @@ def for_decode() -> list[Any]:
 
 
 def for_prefill(port: int) -> list[Any]:
-    """The same of prefill. port: of 127.0.0.1, where nobody listens."""
+    """The same for prefill. port: on 127.0.0.1, with no listener."""
     good = {**_SENDS, "remote_host": HOST, "remote_port": port}
     made = [{**good, "remote_host": host} for host in (*BAD_HOSTS, *ODD)]
     for name in sorted(good.keys() - {"remote_host", "do_remote_prefill", "do_remote_decode"}):

@@ -144,7 +144,7 @@ class FaultyStore:
             raise StoreUnavailableError("planted: the store is down")
 
     def _take_all_room(self) -> list[Any]:
-        """All room that isn't pinned: what was in it is evicted, and its bytes are another object's."""
+        """All room that is not pinned: its objects are evicted, and their bytes reused."""
         from vllm_kvoffload.store import WriteObject
 
         taken: list[Any] = []
@@ -162,7 +162,7 @@ class FaultyStore:
             count = count if granted else count // 2  # the local store gives all or nothing
         return taken
 
-    # ------------------------------------------------------------------------------------- what is open
+    # ------------------------------------------------------------------------------------------- open objects
 
     def _opened(self, kind: str, results: Sequence[Any]) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Every fault in every phase, over real processes. The table at the end of the run says what became of each.
+"""Every fault in every phase, over real processes. The table at the end of the run lists the outcomes.
 
 What must hold is in `Scene`: no request hangs or has wrong tokens, those that the fault must not touch have
 the right ones, and afterwards nothing is held and the engines serve on.
@@ -237,7 +237,7 @@ def test_metaserver_that_never_answers(cluster):
 
 @FULL
 def test_rendezvous_that_lead_nowhere(cluster):
-    """Prefill is sent to a wrong place: it computes for nobody, and decode does not wait for long."""
+    """Prefill is directed to a wrong address: its result is unused, and decode does not wait for long."""
     made = []
     for what, change in {"a dead port": {"remote_port": 9}, "a wrong TP": {"remote_tp_size": 3}}.items():
         made.append(Scene(cluster, f"rendezvous with {what}"))

@@ -46,7 +46,7 @@ def memcache(request, cluster, tmp_path_factory):
     with MetaCluster(folders[0], dram_size=request.param) as meta:
         options = {"environment": meta.environ, "backend": "memcache"}
         with joint_cluster(cluster, folders[1], "recompute", **options) as store:
-            restart(meta)  # what the library and we open for that is open from now on
+            restart(meta)  # files that the library and we open for a restart stay open from now on
             assert cluster.client(600, to="prefill").start().join(60)
             cluster.settle()
             yield meta, store
@@ -80,7 +80,7 @@ def test_the_service_is_stopped(memcache):
 
 @tiny
 def test_a_pool_that_is_too_small(memcache):
-    """What runs at once does not fit: it is computed again until there is room, or nobody waits any more."""
+    """Running requests exceed the store: they are recomputed until there is room, or are given up."""
     _, store = memcache
     before = store.lost()
     with Scene(store.cluster, "a tiny pool", again=False) as scene:

@@ -1,4 +1,4 @@
-"""The harness itself, without engines: what it does to messages and posts, and that it sees what is wrong."""
+"""The harness itself, without engines: its handling of messages and posts, and that it detects faults."""
 
 from __future__ import annotations
 

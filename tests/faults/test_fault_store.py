@@ -34,12 +34,12 @@ UNTOUCHED = (FINISHING, STREAMING)
 """Phases in which prefill has computed everything."""
 FOR_A_WHILE_S = 2.0
 ANY_POLICY = pytest.mark.parametrize("store", ["recompute"], indirect=True)
-"""Where the store loses nothing, what is done about that makes no difference."""
+"""If the store loses nothing, the recovery policy makes no difference."""
 
 
 @pytest.fixture(scope="module", params=["recompute", pytest.param("fail", marks=FULL)])
 def store(request, cluster, tmp_path_factory):
-    """Prefill with a store of its own, and what a lost request costs: to be computed again, or an error."""
+    """Prefill with its own store, and the policy for a lost request: recomputation, or an error."""
     with joint_cluster(cluster, tmp_path_factory.mktemp("store"), request.param) as faults:
         yield faults
 
@@ -68,7 +68,7 @@ def test_one_request_loses_something(store, what, name, times, options):
     with Scene(store.cluster, f"store: {what} ({store.policy})", right) as scene:
         scene.all_phases(fault.begin, "decode")
         wait_for(lambda: fault.hits == times, f"the store met only {fault.hits} faults")
-    # What was not saved in a request's first step is missed in its second, and counts twice.
+    # Rows not saved in a request's first step are missing in its second, and count twice.
     assert store.lost() - before in ((0,) if name == "slow" else (1, 2))
 
 
@@ -198,7 +198,7 @@ def test_reset(store):
 @FULL
 @ANY_POLICY
 def test_preempted(store):
-    """Prefill runs out of blocks: what was preempted comes back, with what the store has of it."""
+    """Prefill runs out of blocks: preempted requests resume with their KV in the store."""
     cluster = store.cluster
 
     def preemptions():

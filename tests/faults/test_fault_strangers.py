@@ -58,13 +58,13 @@ def memory_bounded(cluster, name):
 
 @pytest.mark.parametrize("secret", [False, pytest.param(True, marks=FULL)], ids=["stranger", "secret"])
 def test_frames_at_the_control_port(cluster, secret):
-    """Garbage, corrupt and false introductions, once also from one who has seen a rendezvous."""
+    """Garbage, corrupt and false introductions, one of them from a peer that has seen a rendezvous."""
     who = "one who knows the secret" if secret else "a stranger"
     with Scene(cluster, f"control port: frames of {who}", PHASES) as scene:
         asked = scene.add(WAITING, cluster.client(300)).start()
         assert asked.join(DEADLINE_S)
         known = cluster.hop.secret if secret else ""
-        # Who has the secret may introduce itself as any prefill server: it is trusted with that.
+        # A holder of the secret may introduce itself as any prefill server: it is trusted with that.
         true = None if secret else strangers.learn_hello(cluster.ports["prefill"])
         assert secret == (true is None)
 

@@ -63,7 +63,7 @@ def _build_in(folder: Path) -> None:
     _run("cc", *flags, "-c", str(HERE / "cann.c"), "-o", str(folder / "cann.o"))
     _run("cc", *flags, "-c", str(folder / "absent.c"), "-o", str(folder / "absent.o"))
     for name in (ASCENDCL, *LIBRARIES):
-        # The loader goes by this inner name: whoever asks for CANN's gets what is loaded already.
+        # The loader uses this inner name: a request for CANN's library gets the one already loaded.
         names = [f"-Wl,-soname,{name}.so", "-o", str(libraries / f"{name}.so")]
         _run("cc", "-shared", *names, str(folder / "cann.o"), str(folder / "absent.o"))
     gate = ["-std=c++17", "-shared", "-o", str(libraries / "libgate.so"), str(HERE / "gate.cpp")]
@@ -72,7 +72,7 @@ def _build_in(folder: Path) -> None:
 
 
 def lock_redirection() -> Path:
-    """What to preload into a MetaService, so that its lock file is in $TMPDIR."""
+    """Library to preload into a MetaService, so that its lock file is in $TMPDIR."""
     return build() / "lib64" / "liblock.so"
 
 

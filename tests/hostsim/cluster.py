@@ -1,4 +1,4 @@
-"""A MetaService for tests, started as a user does, and what its clients need."""
+"""A MetaService for tests, started as a user does, with the settings that its clients need."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GONE_S = 10.0
 
 
 def tcp_environ() -> dict[str, str]:
-    """What host_tcp wants: where its library is, and buffers that are made in a moment."""
+    """Settings of host_tcp: its library's location, and small buffers that are allocated quickly."""
     return {
         "LD_LIBRARY_PATH": str(memfabric_libraries()),
         "HCOM_RECV_DATA_SIZE": "66560",
@@ -63,7 +63,7 @@ def _machine_wide_lock() -> TextIO:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at now."""
+    """Returns ports that are currently free."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [made.getsockname()[1] for made in sockets]
     for made in sockets:
@@ -115,7 +115,7 @@ class MetaCluster:
         }
 
     def start(self) -> None:
-        """Returns once it is ready. Raises RuntimeError with what it said: it ended instead."""
+        """Returns once it is ready. Raises RuntimeError with its output if it ends instead."""
         assert self._process is None or self._process.poll() is not None, "it runs"
         environ = os.environ | self.environ | {"LD_PRELOAD": str(lock_redirection())}
         command = [sys.executable, "-m", "vllm_kvoffload.cli.main", "meta"]

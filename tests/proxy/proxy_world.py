@@ -1,4 +1,4 @@
-"""A proxy in this process between fake engines that play vLLM's part, the post to /v1/metaserver too.
+"""A proxy in this process between fake engines that imitate vLLM, including the post to /v1/metaserver.
 
 An engine's n-th word is " w<n>", n counting the words of its prompt: an answer that goes on elsewhere with
 the right prompt has the right words.
@@ -97,7 +97,7 @@ class Exchange:
             "total_tokens": self.words + tokens,
             "prompt_tokens_details": {
                 "cached_tokens": self.words - 1
-            },  # decode takes what it pulled for cached
+            },  # decode counts pulled tokens as cached
         }
 
     async def word(self, index: int, finish: str | None = None, stop: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Hostile HTTP, 100,000 requests of it: what is well-formed is answered in order, the rest harms nothing.
+"""100,000 hostile HTTP requests: well-formed ones are answered in order, the others do no harm.
 
 Each connection sends requests that have one right status each, in random segments, and then maybe a mutated
 tail. ``KVOFFLOAD_FUZZ_REQUESTS`` sets how many requests, ``KVOFFLOAD_FUZZ_SEED`` where to begin; a failure
@@ -187,7 +187,7 @@ async def quick(exchange: Exchange) -> None:
 
 
 class Watch:
-    """Fails for what a server must not do, whoever sends what."""
+    """Fails for anything that a server must not do, whatever was sent."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.longest = 0.0

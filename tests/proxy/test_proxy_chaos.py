@@ -1,4 +1,4 @@
-"""Many requests side by side with faults drawn at random, and engines that die and come back."""
+"""Many concurrent requests with random faults, and engines that die and come back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strangers send to the proxy's port: heads, framing, upgrades, idle connections, JSON, keys."""
+"""Unauthenticated traffic at the proxy's port: heads, framing, upgrades, idle connections, JSON, keys."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_an_upgrade_is_ignored_and_the_framing_kept(fields: tuple[bytes, ...]) -
 
 @pytest.mark.parametrize("version", [b"HTTP/1.0", b"HTTP/1.1\r\nconnection: close"])
 def test_a_last_answer_arrives_while_the_body_is_still_sent(version: bytes) -> None:
-    """A reset for what comes after it would take it away."""
+    """A reset caused by later data would discard it."""
 
     async def scenario() -> None:
         async with world(deadlines=Deadlines()) as w:
@@ -308,7 +308,7 @@ def test_a_client_that_goes_away_ends_its_request(size: int, answering: bool) ->
 
 
 class FakeTransport:
-    """What an answer of uvicorn's needs of one."""
+    """The attributes that an answer of uvicorn's needs."""
 
     def __init__(self) -> None:
         self.writes: list[bytes] = []

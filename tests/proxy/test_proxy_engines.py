@@ -1,4 +1,4 @@
-"""Engines that freeze, don't fit each other, or answer without measure; loops that go on whatever happens."""
+"""Engines that freeze, mismatch, or answer without limit; loops that continue after any error."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_requests_of_a_frozen_engine_go_elsewhere(which: str, stream: bool) -> N
             before = len(engines[1].exchanges)
             assert text(await w.complete(max_tokens=3, stream=stream), stream) == words(3, 3)
             assert len(engines[1].exchanges) == before + 1
-            engines[0].frozen = False  # SIGCONT: what it was asked before comes to nothing
+            engines[0].frozen = False  # SIGCONT: requests from before come to nothing
             await until(lambda: not first.health.failed_probes)
             for _ in range(4):
                 assert text(await w.complete(max_tokens=3, stream=stream), stream) == words(3, 3)
@@ -156,7 +156,7 @@ def test_an_engine_that_works_is_not_taken_for_frozen() -> None:
     async def slowly(exchange: Exchange) -> None:
         await exchange.start_stream()
         await exchange.rendezvous()
-        exchange.engine.frozen = True  # for what is asked from now on
+        exchange.engine.frozen = True  # for requests from now on
         for index in range(60):
             await exchange.word(index, "length" if index == 59 else None)
             await asyncio.sleep(0.05)
@@ -585,7 +585,7 @@ def test_short_answers_show_that_an_engine_is_at_work() -> None:
 
 
 def test_what_waited_for_a_slow_reader_does_not_show_it() -> None:
-    """What is read now was sent before the engine froze."""
+    """Data read now was sent before the engine froze."""
 
     async def sends(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -599,7 +599,7 @@ def test_what_waited_for_a_slow_reader_does_not_show_it() -> None:
         client.open()
         connection = await client.request(address, "GET", "/", first=30, idle=30)
         await connection.start()
-        await asyncio.sleep(0.3)  # by now it is frozen, and what it sent waits in the sockets
+        await asyncio.sleep(0.3)  # it is frozen by now, and the data it sent waits in the sockets
         began = asyncio.get_running_loop().time()
         for _ in range(4):
             assert await connection.read()

@@ -1,4 +1,4 @@
-"""Faults: every request ends with an error or the right words, and nothing is left behind (see ``world``)."""
+"""Faults: every request ends with an error or the right text, and nothing is left behind (see ``world``)."""
 
 from __future__ import annotations
 

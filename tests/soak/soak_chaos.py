@@ -1,4 +1,4 @@
-"""What goes wrong during a soak: one thing at a time, drawn by a seed, each with its times in the journal."""
+"""Faults during a soak: one at a time, drawn by a seed, each with its times in the journal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ HEALTH_S = 60.0
 
 @dataclass
 class Excuse:
-    """A time in which requests may fail: what began or was under way then. ended: 0.0 while it lasts."""
+    """A period in which requests may fail: those that began or were running then. ended: 0.0 while it
+    lasts."""
 
     what: str
     begun: float
@@ -40,7 +41,7 @@ class Excuse:
 class Chaos:
     """Acts on a fleet, from the main thread.
 
-    `excuses`: when requests may fail. `faults`: what must not have happened, one line each.
+    `excuses`: when requests may fail. `faults`: violations, one line each.
     """
 
     def __init__(self, fleet: Fleet, journal: Journal, rng: random.Random) -> None:
@@ -73,14 +74,14 @@ class Chaos:
         self.faults.append(text)
 
     def wait(self, seconds: float) -> None:
-        """Load alone, with an eye on what dies."""
+        """Load without faults, watching for processes that die."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(min(1.0, max(0.0, end - time.monotonic())))
             self.revive()
 
     def revive(self) -> None:
-        """Starts again what has ended on its own, or answers no more. It is a fault."""
+        """Restarts servers that ended by themselves or no longer answer. Counts as a fault."""
         for name in self._fleet.died():
             life = self._fleet.lives[name]
             self.fault(f"{life.label} ended on its own: {cause(life.server.tail(100_000))}")
@@ -138,7 +139,7 @@ class Chaos:
         self._fleet.signal(name, signal.SIGCONT)
         self._ready(name)
         if excuse is not None:
-            time.sleep(LEASE_S)  # what it missed is noticed within a lease
+            time.sleep(LEASE_S)  # its missed messages are noticed within a lease
             excuse.ended = time.monotonic()
 
     def mismatched(self) -> None:
@@ -166,7 +167,7 @@ class Chaos:
     def control(self) -> None:
         """All that a stranger may send to decode's control port."""
         secret = strangers.learn_secret(self._fleet.ports["decode"]) if self._rng.random() < 0.5 else ""
-        # Who has the secret may introduce itself as any prefill server: it is trusted with that.
+        # A holder of the secret may introduce itself as any prefill server: it is trusted with that.
         true = None if secret else strangers.learn_hello(self._fleet.ports[self._fleet.prefills[0]])
         self._journal.say(
             f"strangers with {'the secret' if secret else 'a true Hello' if true else 'nothing'}"

@@ -139,7 +139,7 @@ class Fleet:
                 continue
 
     def kill(self, name: str) -> None:
-        """SIGKILL to all of it, and what it leaves is removed."""
+        """Kills a whole server with SIGKILL and removes its remains."""
         self.expected_down.add(name)
         self.signal(name, signal.SIGKILL)
         self.lives[name].server.stop(0.5)
@@ -180,7 +180,7 @@ class Fleet:
         return ask(self.ports["proxy"], "POST", f"/admin/instances/{action}", body, headers)
 
     def stop(self) -> list[str]:
-        """Ends everything. Returns what was not as it should be at the end, one line each."""
+        """Ends everything. Returns problems found at the end, one line each."""
         problems = []
         for name in reversed(list(self.lives)):
             self.signal(name, signal.SIGCONT)

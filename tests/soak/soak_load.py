@@ -1,4 +1,4 @@
-"""The load of a soak: prompts with known answers, and users that ask for them and judge every token."""
+"""The load of a soak: prompts with known answers, and users that request them and check every token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 class Oracle:
-    """What an undisturbed engine alone answers to each prompt, LONGEST_ANSWER tokens."""
+    """Returns an undisturbed engine's answer to each prompt, LONGEST_ANSWER tokens."""
 
     def __init__(self, asked: Sequence[list[int]]) -> None:
         self.prompts = list(asked)
@@ -50,7 +50,7 @@ class Oracle:
                 self.answers.append(client.tokens)
 
     def check(self, port: int, numbers: Sequence[int], max_tokens: int) -> list[str]:
-        """Asks the deployment, in health: what was not right, one line each."""
+        """Queries the healthy deployment; returns problems, one line each."""
         problems = []
         for begin in range(0, len(numbers), 4):
             some = numbers[begin : begin + 4]
@@ -67,7 +67,7 @@ class Oracle:
 
 @dataclass(frozen=True)
 class Record:
-    """What became of a request. begun, ended: time.monotonic(). wrong: place of the first wrong token, -1."""
+    """Outcome of a request. begun, ended: time.monotonic(). wrong: index of the first wrong token, -1."""
 
     kind: str
     prompt: int
@@ -80,7 +80,7 @@ class Record:
 
 
 class Load:
-    """Users in threads. `pause` lets what is under way end; `resume` goes on."""
+    """Users in threads. `pause` waits for running requests; `resume` continues."""
 
     KINDS = ("stream", "whole", "aborted", "long", "sampled")
     WEIGHTS = (40, 25, 20, 5, 10)

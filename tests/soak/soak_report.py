@@ -1,4 +1,4 @@
-"""The page that a soak ends with."""
+"""The page that concludes a soak."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALL_BYTES = 16 * MIB
 
 
 def page(plan: Plan, outcome: Outcome) -> str:
-    """Text of at most a page or so: what was done, what was seen, whether all held."""
+    """Text of about a page: the actions, the observations, and whether all checks passed."""
     return "\n".join(_lines(plan, outcome)) + "\n"
 
 

@@ -44,7 +44,7 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What a soak saw. faults: what must not have been, one line each. requests: under way for too long."""
+    """Results of a soak. faults: violations, one line each. requests: running for too long."""
 
     records: list[Record] = field(default_factory=list)
     unexcused: list[Record] = field(default_factory=list)

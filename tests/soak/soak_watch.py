@@ -1,4 +1,4 @@
-"""What a soak measures: memory, threads, descriptors of every process, and what the engines say they hold."""
+"""A soak's measurements: memory, threads, descriptors of every process, and resources reported by engines."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def growth(samples: Sequence[Sample], warm_up_s: float) -> list[Growth]:
 
 
 class Watch:
-    """A thread that samples all processes, and writes two CSV files: processes and what is held."""
+    """A thread that samples all processes, and writes two CSV files: processes and held resources."""
 
     def __init__(self, fleet: Fleet, folder: Path, begun: float) -> None:
         self._fleet, self._begun = fleet, begun
@@ -161,7 +161,7 @@ class Watch:
         return found
 
     def busy(self) -> str:
-        """What is held, "" for nothing."""
+        """Describes held resources, "" for none."""
         found = self.held()
         silent = [name for name in self._fleet.names if name not in found]
         if silent:
@@ -170,7 +170,7 @@ class Watch:
         return "; ".join(items)
 
     def wait_quiet(self, seconds: float = PATIENCE_S) -> str:
-        """What is still held then, "" for nothing."""
+        """Describes resources still held at the deadline, "" for none."""
         return wait_empty(self.busy, seconds)
 
 

@@ -1,4 +1,4 @@
-"""The soak's judges, without processes: they see what is wrong, and nothing else."""
+"""The soak's checks, without processes: they detect faults, and only faults."""
 
 from __future__ import annotations
 

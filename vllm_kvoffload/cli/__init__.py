@@ -1,6 +1,6 @@
-"""The `kvoffload` command: `main` has the subcommands, each other module one subcommand's work.
+"""The `kvoffload` command: `main` defines the subcommands, each other module implements one.
 
-What it says about sizes and rules comes from geometry, config and sparse.capacity, about traces from trace.
-No module here imports torch or vLLM by being imported, so `kvoffload size` runs on any machine; of the
-subcommands here only `trace simulate` needs torch.
+Sizes and rules come from geometry, settings and sparse.capacity, traces from trace. Importing a module of
+this package imports neither torch nor vLLM, so `kvoffload size` runs on any machine; of these subcommands
+only `trace simulate` needs torch.
 """

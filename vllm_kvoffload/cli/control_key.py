@@ -1,4 +1,4 @@
-"""`kvoffload control-key`: the key that the two sides of a deployment encrypt their control messages with."""
+"""`kvoffload control-key`: creates the key that encrypts control messages between prefill and decode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 
 def add_to(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Registers the command."""
     app.command("control-key")(control_key)
 
 
@@ -22,7 +22,7 @@ def control_key(
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with open(descriptor, "w", encoding="ascii") as opened:
-            os.fchmod(opened.fileno(), 0o600)  # whatever the umask says
+            os.fchmod(opened.fileno(), 0o600)  # regardless of the umask
             opened.write(f"{secrets.token_hex(32)}\n")
     except OSError as error:
         typer.echo(f"kvoffload control-key: {file} can't be made: {error.strerror}", err=True)

@@ -1,7 +1,7 @@
-"""`kvoffload doctor`: what an Ascend machine lacks for the offload, and how to get it. Changes nothing.
+"""`kvoffload doctor`: reports missing prerequisites of the offload on an Ascend machine. Changes nothing.
 
-Everything is read below a root folder, so that tests can show it a machine; the process environment and the
-versions of Python packages are handed in.
+All files are read below a root folder, so that tests can simulate a machine; the process environment and
+the versions of Python packages are passed in.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PROTOCOLS = ("device_sdma", "device_rdma")
 
 
 class Verdict(str, Enum):
-    """Of a check. WARN: only some deployments need it."""
+    """Result of a check. WARN: only some deployments need it."""
 
     OK = "ok"
     WARN = "warn"
@@ -48,7 +48,7 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found, and the fix, "" where nothing is wrong."""
+    """Finding of a check and its fix, "" if nothing is wrong."""
 
     check: str
     verdict: Verdict
@@ -58,10 +58,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is looked at.
+    """The machine under examination.
 
-    ports: those that decode's control plane needs; free: whether one can be bound. version, folder: of an
-    installed package, None for one that isn't.
+    ports: needed by decode's control plane; free: whether a port can be bound. version, folder: of an
+    installed package, None if it is not installed.
     """
 
     root: Path = Path("/")
@@ -75,14 +75,14 @@ class Machine:
         return (self.environ or {}).get(name, "")
 
     def read(self, path: str) -> str | None:
-        """Text of a file below the root; None when it isn't there."""
+        """Returns the text of a file below the root, None if it does not exist."""
         try:
             return (self.root / path.lstrip("/")).read_text(errors="replace")
         except OSError:
             return None
 
     def installed(self, name: str) -> str | None:
-        """Version of a Python package; None when it isn't installed."""
+        """Returns the version of a Python package, None if it is not installed."""
         return (self.version or installed_version)(name)
 
 
@@ -99,7 +99,7 @@ def package_folder(name: str) -> Path | None:
 
 
 def can_bind(port: int) -> bool:
-    """Whether nobody listens on a port here."""
+    """Whether no process listens on a local port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -110,7 +110,7 @@ def can_bind(port: int) -> bool:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The first dotted number in a text: "Version=25.5.1" gives (25, 5, 1)."""
+    """Parses the first dotted number in a text: "Version=25.5.1" gives (25, 5, 1)."""
     match = re.search(r"\d+(?:\.\d+)+", text)
     return tuple(map(int, match[0].split("."))) if match else ()
 
@@ -122,7 +122,7 @@ def dotted(version: tuple[int, ...]) -> str:
 def check_file_version(
     machine: Machine, what: str, paths: tuple[str, ...], least: tuple[int, ...]
 ) -> Finding:
-    """Driver and CANN say their version in a file."""
+    """Checks a version that driver or CANN record in a file."""
     fix = f"install {what} {dotted(least)} or later"
     for path in paths:
         text = machine.read(path)
@@ -144,7 +144,7 @@ def check_package(
     fix: str,
     verdict: Verdict = Verdict.FAIL,
 ) -> Finding:
-    """That a package is installed, in a release that fits."""
+    """Checks that a package is installed in a supported release."""
     found = machine.installed(name)
     if found is not None and fits(numbers(found)):
         return Finding(name, Verdict.OK, found)
@@ -152,7 +152,7 @@ def check_package(
 
 
 def check_packages(machine: Machine) -> list[Finding]:
-    """vLLM, vllm-ascend, MemFabric and MemCache, which needs a MemFabric of its own release."""
+    """Checks vLLM, vllm-ascend, MemFabric, and MemCache, which needs a MemFabric of its own release."""
     cache = machine.installed("memcache_hybrid")
     least = MEMFABRIC if cache is None else MEMCACHE
     who = "P/D and the host pool" if cache is None else f"memcache_hybrid {cache}"
@@ -187,7 +187,8 @@ def check_packages(machine: Machine) -> list[Finding]:
 
 
 def check_copy_kernel(machine: Machine) -> Finding:
-    """Release 1.2 finds them through a variable, 1.3 beside its libraries, where they have to be built."""
+    """Checks MemFabric's copy kernels: 1.2 finds them by a variable, 1.3 beside its libraries, where they
+    must be built."""
     name = "MemFabric's kernels"
     folder = (machine.folder or package_folder)("memfabric_hybrid")
     built = folder / "lib" / COPY_KERNEL if folder is not None else None
@@ -246,7 +247,7 @@ def check_kernels(machine: Machine) -> Finding:
 
 
 def parse_conf(text: str) -> dict[str, str]:
-    """`key = value` lines of MemCache's configuration files."""
+    """Parses the `key = value` lines of MemCache's configuration files."""
     pairs = (
         line.split("=", 1) for line in text.splitlines() if "=" in line and not line.strip().startswith("#")
     )
@@ -254,7 +255,7 @@ def parse_conf(text: str) -> dict[str, str]:
 
 
 def check_conf_files(machine: Machine) -> list[Finding]:
-    """MemCache's two files, each by itself and against the other."""
+    """Checks MemCache's two files separately and against each other."""
     found: dict[str, dict[str, str]] = {}
     findings = []
     for name in ("MMC_META_CONFIG_PATH", "MMC_LOCAL_CONFIG_PATH"):
@@ -287,7 +288,7 @@ def _compare_conf(meta: Mapping[str, str], local: Mapping[str, str]) -> Finding:
 
 
 def examine(machine: Machine) -> list[Finding]:
-    """Every check, in the order in which a machine is set up."""
+    """Runs every check, in the order in which a machine is set up."""
     return [
         check_file_version(machine, "NPU driver", DRIVER_INFO, LEAST_DRIVER),
         check_file_version(machine, "CANN", CANN_INFO, LEAST_CANN),
@@ -302,7 +303,7 @@ def examine(machine: Machine) -> list[Finding]:
 
 
 def print_findings(findings: list[Finding], console: Console) -> None:
-    """One row a check; the fixes of what isn't right below."""
+    """Prints one row per check, and the fixes of failed ones below."""
     table = Table(box=None)
     for title in ("", "check", "found"):
         table.add_column(title, overflow="fold")

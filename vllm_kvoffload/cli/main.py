@@ -124,7 +124,8 @@ def _demo(context: typer.Context) -> None:
 
 
 def _add_demo() -> None:
-    """Adds `kvoffload demo` where its module is there; all its arguments, --help too, are its own."""
+    """Adds `kvoffload demo` if its module is present; it parses all its arguments itself, including
+    --help."""
     if find_spec(DEMO_MODULE) is not None:
         settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
         app.command("demo", context_settings=settings)(_demo)

@@ -1,6 +1,6 @@
-"""`kvoffload conf` and `kvoffload meta`: MemCache's configuration files, and its MetaService.
+"""`kvoffload conf` and `kvoffload meta`: MemCache's configuration files and its MetaService.
 
-What the store's package brings with it (numpy) is imported by the command that runs.
+The store package's dependencies (numpy) are imported only by the command that runs.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ LogLevel = Annotated[str, typer.Option(help="debug, info, warn or error.")]
 
 
 def add_to(app: typer.Typer) -> None:
-    """Adds both commands."""
+    """Registers both commands."""
     app.command("conf")(conf)
     app.command("meta")(meta)
 
 
 @contextmanager
 def _errors(command: str) -> Iterator[None]:
-    """Expected errors as one line and exit code 2."""
+    """Prints expected errors as one line and exits with code 2."""
     try:
         yield
     except (ConfigError, OSError) as error:
@@ -188,7 +188,7 @@ def _announce(service: Endpoint, store: Endpoint, metrics: str, stop: threading.
         try:
             for endpoint in (service, store):
                 socket.create_connection((endpoint.host, endpoint.port), timeout=1.0).close()
-        except Exception:  # of any kind: it is not ready
+        except Exception:  # any error: it is not ready
             continue
         typer.echo(f"MetaService ready at {service.url}, config store {store.url}, metrics {metrics}")
         return

@@ -41,14 +41,14 @@ LIMIT_HELP = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors in one line."""
+    """Prints errors on one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}. Fix: see {self.prog} --help\n")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags of vLLM-Ascend's layerwise proxy, and ours."""
+    """Defines the flags of vLLM-Ascend's layerwise proxy, and ours."""
     made = Parser(
         prog="kvoffload proxy",
         description="OpenAI-compatible proxy in front of prefill and decode engines.",
@@ -157,7 +157,7 @@ def _api_keys(given: argparse.Namespace) -> tuple[str, ...]:
 
 
 def settings_of(arguments: Sequence[str]) -> ProxySettings:
-    """Checked settings. Raises ``SettingsError``; ``SystemExit`` for what argparse refuses and for --help."""
+    """Returns validated settings. Raises ``SettingsError``; ``SystemExit`` for argparse errors and --help."""
     given = parser().parse_args(arguments)
     deadlines = {name: getattr(given, f"{name}_timeout") for name in DEADLINE_HELP}
     for name, seconds in deadlines.items():

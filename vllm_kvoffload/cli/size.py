@@ -1,6 +1,6 @@
-"""`kvoffload size`: what a model's KV weighs, and what fits with and without offload.
+"""`kvoffload size`: KV bytes of a model, and its capacity with and without offload.
 
-The report is plain data (the output of `--json`); printing it decides nothing.
+The report is plain data (the output of `--json`); printing adds no logic.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class SizeRequest:
 
 
 def size_report(request: SizeRequest) -> dict[str, Any]:
-    """All that the command says, JSON-compatible. Raises ConfigError for what an engine would refuse too."""
+    """Builds the command's report, JSON-compatible. Raises ConfigError for options that an engine rejects
+    too."""
     hf_config = load_hf_config(request.model)
     geometry = KVGeometry.from_hf_config(
         hf_config,
@@ -109,7 +110,7 @@ def size_report(request: SizeRequest) -> dict[str, Any]:
 
 
 def load_hf_config(model: Path) -> dict[str, Any]:
-    """The config.json of a model folder, or a file of that format. Raises ConfigError."""
+    """Reads config.json from a model folder, or a file of that format. Raises ConfigError."""
     path = model / "config.json" if model.is_dir() else model
     fix = "give a model folder with a config.json, or such a file"
     try:
@@ -166,7 +167,7 @@ def _capacity_inputs(request: SizeRequest, geometry: KVGeometry, length: int) ->
 
 
 def _buffers_report(request: SizeRequest, geometry: KVGeometry) -> dict[str, Any] | None:
-    """What prefill's layers share, None unless it was asked for."""
+    """Reports prefill's shared buffers, None unless requested."""
     if request.shared_buffers is None and request.independent_layers is None:
         return None
     independent: Any = request.independent_layers

@@ -1,6 +1,6 @@
-"""`kvoffload trace`: makes synthetic traces, says what is in one, and judges policies by them.
+"""`kvoffload trace`: creates synthetic traces, describes traces, and evaluates policies on them.
 
-Results are plain data (the output of `--json`, and what `plot` reads); printing decides nothing. numpy and
+Results are plain data (the output of `--json`, and the input of `plot`); printing adds no logic. numpy and
 the operators are imported by the subcommand that needs them.
 """
 
@@ -27,7 +27,7 @@ app = typer.Typer(
 
 @contextmanager
 def _errors(command: str) -> Iterator[None]:
-    """Expected errors as one line and exit code 2."""
+    """Prints expected errors as one line and exits with code 2."""
     from vllm_kvoffload.trace.format import TraceError
 
     try:
@@ -97,7 +97,7 @@ def info(
 
 
 def trace_report(path: Path) -> dict[str, Any]:
-    """What `info` says, JSON-compatible. Raises TraceError."""
+    """Builds the output of `info`, JSON-compatible. Raises TraceError."""
     from vllm_kvoffload.trace.reader import TraceReader
 
     reader = TraceReader(path)
@@ -143,7 +143,7 @@ def simulate(
     ] = None,
     group: Annotated[list[int] | None, typer.Option(help="Only this index group. Repeatable.")] = None,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="Only so many requests of each group, the first.")
+        int | None, typer.Option(min=1, help="Only the first N requests of each group.")
     ] = None,
     warm_up: Annotated[int, typer.Option(min=0, help="First steps of each request that don't count.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the results, for `kvoffload trace plot`.")] = None,
@@ -200,7 +200,7 @@ def _trace_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def results_table(trace: str, results: Sequence[Result]) -> Table:
-    """Hit percentages: a policy per line, a pool size per column."""
+    """Formats hit percentages: a policy per line, a pool size per column."""
     pools = sorted({result.slots for result in results if result.slots})
     steps = results[0].steps if results else 0
     title = f"{trace}, {steps:,} steps: hits in %"

@@ -23,7 +23,7 @@ from vllm_kvoffload.demo import text, weights
 from vllm_kvoffload.demo.spec import CheckpointSpec
 
 MARKER = "kvoffload_demo.json"
-"""File that makes a directory ours: only a directory that holds it is ever replaced."""
+"""Marker file of our directories: only a directory that contains it is ever replaced."""
 
 _LAYOUT_VERSION = 1
 """Part of the digest; raise it when the files written for an unchanged spec change."""
@@ -36,7 +36,7 @@ _ARCHITECTURES = {
 
 
 def spec_digest(spec: CheckpointSpec) -> str:
-    """Hexadecimal digest of all that decides a checkpoint's content."""
+    """Returns the hexadecimal digest of everything that determines a checkpoint's content."""
     content = {
         "spec": dataclasses.asdict(spec),
         "layout": _LAYOUT_VERSION,
@@ -163,14 +163,14 @@ def build_checkpoint(path: str | os.PathLike[str], spec: CheckpointSpec) -> Path
         new = work / "new"
         new.mkdir()
         _write(new, spec, digest)
-        if _digest_at(target) == digest:  # built by somebody else meanwhile
+        if _digest_at(target) == digest:  # built by another process meanwhile
             return target
         with contextlib.suppress(FileNotFoundError):
             os.replace(target, work / "old")
         try:
             os.replace(new, target)
         except OSError:
-            # somebody else was faster: fine if it is the same one
+            # another process was faster: fine if it is the same checkpoint
             if _digest_at(target) != digest:
                 raise
     return target

@@ -1,7 +1,7 @@
 """The demo's OpenAI client: sends one request, reads a whole or a streamed answer, and reads /metrics.
 
-Plain HTTP of the standard library. Token ids are asked for (`return_token_ids`, an extension of vLLM): texts
-can be equal where tokens aren't.
+Uses plain HTTP of the standard library. Requests token ids (`return_token_ids`, an extension of vLLM):
+texts can be equal where tokens differ.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Request:
 
     @property
     def path(self) -> str:
-        """Of the endpoint."""
+        """Path of the endpoint."""
         return "/v1/completions" if isinstance(self.prompt, str) else "/v1/chat/completions"
 
     def body(self) -> dict[str, Any]:
@@ -57,7 +57,8 @@ class Request:
 
 @dataclass
 class Answer:
-    """What came back. Times in seconds from sending; `first_s` is 0 for an answer that wasn't streamed."""
+    """A received answer. Times in seconds from sending; `first_s` is 0 for an answer that was not
+    streamed."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -169,7 +170,7 @@ def parse_metrics(text: str) -> dict[str, list[Sample]]:
 
 
 def read_metrics(port: int, deadline_s: float) -> dict[str, list[Sample]]:
-    """The server's /metrics. Raises RequestError."""
+    """Reads the server's /metrics. Raises RequestError."""
     connection = http.client.HTTPConnection(HOST, port, timeout=deadline_s)
     try:
         connection.request("GET", "/metrics")

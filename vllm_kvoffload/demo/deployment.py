@@ -1,6 +1,6 @@
-"""Servers of the demo that answer together: one engine alone, or prefill, decode and the proxy in front.
+"""Servers of the demo that serve together: a single engine, or prefill, decode and the proxy.
 
-`Deployment.stop` ends all of them, whatever state they are in.
+`Deployment.stop` ends all of them, in any state.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from vllm_kvoffload.demo.server import (
 )
 
 TAIL_LINES_OF_MANY = 12
-"""Lines of each log that a failure shows where it is nobody's in particular."""
+"""Lines of each log shown for a failure that no single server caused."""
 
 
 class Deployment:
-    """Commands that are started together, in this order, and ended in the reverse.
+    """Commands that are started together in order, and ended in reverse.
 
     Args:
-        title: what it is, as in "Starting TITLE".
+        title: as in "Starting TITLE".
         commands: by name: the port and the command of a server. The last one takes the requests.
         measured: name of the engine whose /metrics the report shows.
         folder: for the logs, NAME.log.
-        stores: name of the engine that has a store, None without one.
+        stores: name of the engine with a store, None without one.
     """
 
     def __init__(
@@ -51,22 +51,22 @@ class Deployment:
 
     @property
     def port(self) -> int:
-        """Where requests go."""
+        """Port for requests."""
         return list(self._commands.values())[-1][0]
 
     @property
     def metrics_port(self) -> int:
-        """Where the /metrics are that the report shows."""
+        """Port of the /metrics shown in the report."""
         return self._commands[self._measured][0]
 
     @property
     def store_metrics_port(self) -> int | None:
-        """Where the /metrics of the engine with a store are, None without one."""
+        """Metrics port of the engine with a store, None without one."""
         return None if self._stores is None else self._commands[self._stores][0]
 
     @property
     def logs(self) -> list[Path]:
-        """Of all servers."""
+        """Logs of all servers."""
         return [server.log for server in self._servers.values()]
 
     def start(self) -> None:
@@ -75,7 +75,7 @@ class Deployment:
             self._servers[name] = Server(command, self._folder / f"{name}.log", port)
 
     def wait_ready(self, deadline_s: float, on_wait: Callable[[], None]) -> None:
-        """Returns when all are ready. Raises ServerError after `deadline_s`, or when one of them ends."""
+        """Waits until all are ready. Raises ServerError after `deadline_s`, or when one of them ends."""
         end_s = time.monotonic() + deadline_s
 
         def wait() -> None:
@@ -97,18 +97,18 @@ class Deployment:
                 raise ServerError(f"{self._named(name)}{error}") from error
 
     def stop(self, grace_s: float) -> list[str]:
-        """Ends all servers, the last one first. Returns what was not as it should be; see `Server.stop`."""
+        """Ends all servers, the last one first. Returns problems; see `Server.stop`."""
         found: list[str] = []
         try:
             for name, server in reversed(self._servers.items()):
                 found += [f"{self._named(name)}{problem}" for problem in server.stop(grace_s)]
-        finally:  # an interrupt meanwhile: no grace for the others
+        finally:  # on an interrupt: no grace for the others
             for server in self._servers.values():
                 server.stop(0.0)
         return found
 
     def tails(self) -> str:
-        """The ends of the logs: of the server that has ended, if one has, else of all."""
+        """Returns the ends of the logs: of the server that has ended, if any, else of all."""
         dead = [server for server in self._servers.values() if _has_ended(server)]
         shown = dead or list(self._servers.values())
         lines = {} if len(shown) == 1 else {"lines": TAIL_LINES_OF_MANY}

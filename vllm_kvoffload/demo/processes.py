@@ -1,4 +1,4 @@
-"""What a server consists of, as /proc tells it: its processes and its names in /dev/shm. Linux only."""
+"""Finds a server's processes and its names in /dev/shm through /proc. Linux only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SEGMENT = re.compile(r"\s(/dev/shm/\S+)$")
 
 @dataclass(frozen=True)
 class Process:
-    """A process, told apart from a later one of the same pid by its start (clock ticks since boot)."""
+    """A process, distinguished from a later one of the same pid by its start (clock ticks since boot)."""
 
     pid: int
     start: int
@@ -29,10 +29,10 @@ class _Entry:
 
 
 def session_and_descendants(leader: int, known: Iterable[Process] = ()) -> dict[Process, str]:
-    """Live processes of a server, with their names: its session, its tree, and what is left of `known`.
+    """Returns a server's live processes with their names: its session, its tree, and survivors of `known`.
 
-    `leader` is the pid of the session's leader, which must not have been reaped yet: until then nobody else
-    can have its number. Zombies count as gone.
+    `leader` is the pid of the session's leader, which must not have been reaped yet: until then its number
+    cannot be reused. Zombies count as gone.
     """
     entries = {entry.process.pid: entry for entry in _entries()}
     wanted = {leader, *(process.pid for process in known if _same(entries.get(process.pid), process))}
@@ -47,12 +47,12 @@ def session_and_descendants(leader: int, known: Iterable[Process] = ()) -> dict[
 
 
 def mapped_segments(processes: Iterable[Process]) -> set[Path]:
-    """Files in /dev/shm that have a name and are mapped by one of the processes."""
+    """Returns named files in /dev/shm that are mapped by one of the processes."""
     found: set[Path] = set()
     for process in processes:
         try:
             maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
-        except OSError:  # gone meanwhile
+        except OSError:  # ended meanwhile
             continue
         found |= {Path(match[1]) for line in maps.splitlines() if (match := _SEGMENT.search(line))}
     return found
@@ -70,7 +70,7 @@ def _entries() -> Iterable[_Entry]:
             stat = Path(f"/proc/{name}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue
-        # The name, in parentheses, may hold anything, also parentheses.
+        # The name, in parentheses, may contain parentheses itself.
         head, _, tail = stat.rpartition(")")
         fields = tail.split()
         process = Process(int(name), int(fields[19]))

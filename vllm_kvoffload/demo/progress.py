@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 HEARTBEAT_S = 15.0
-"""Most seconds without a line where there is no terminal."""
+"""Longest time without a line if there is no terminal."""
 
 Note = Callable[[str], None]
-"""Says how far a stage is; cheap, from any thread."""
+"""Reports a stage's progress; cheap, callable from any thread."""
 
 
 class Stages:
@@ -43,14 +43,14 @@ class Stages:
         self._progress.stop()
 
     def pause(self) -> None:
-        """Ends the live display, so that other output can follow; later stages start it again."""
+        """Ends the live display so that other output can follow; later stages restart it."""
         self._progress.stop()
         for task in self._progress.task_ids:
             self._progress.remove_task(task)
 
     @contextmanager
     def stage(self, title: str) -> Iterator[Note]:
-        """Shows a stage for the length of a block; the last note stays on its line."""
+        """Shows a stage for the duration of the context; its last note remains on the line."""
         self._progress.start()
         task = self._progress.add_task(title, total=1, note="")
         start_s = said_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""What the two runs show: the comparison of their answers, the table, the verdict. No I/O but printing."""
+"""Reports the two runs: comparison of answers, table, verdict. No I/O except printing."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ class RunResult:
     """One deployment's run.
 
     name: the heading of its column. device_bytes: for KV, of each server. disaggregated: prefill and decode
-    are servers of their own; metrics are decode's then, where not said otherwise. stores: prefill has a
-    store. answers: by request name. step_s: wall time by step key. sources: prompt tokens by where their KV
-    came from, in vLLM's words. offload: counters and gauges by the names of `metrics.fields`, empty without
-    offload. store: the same of prefill, after each step by its key. end: what was wrong with its end, None
-    before it.
+    name: column heading. device_bytes: for KV, per server. disaggregated: prefill and decode are separate
+    servers; metrics are decode's unless stated otherwise. stores: prefill has a store. answers: by request
+    name. step_s: wall time by step key. sources: prompt tokens by source of their KV, in vLLM's terms.
+    offload: counters and gauges by the names of `metrics.fields`, empty without offload.
+    store: the same of prefill, after each step by its key.
+    end: problems during shutdown, None before it.
     """
 
     name: str
@@ -70,13 +71,13 @@ class RunResult:
 
     @property
     def hit_ratio(self) -> float | None:
-        """Of the rows chosen in decode; None when none was looked up."""
+        """Hit ratio of the rows selected in decode, None if none was looked up."""
         looked_up = self.offload.get("hits", 0.0) + self.offload.get("misses", 0.0)
         return self.offload["hits"] / looked_up if looked_up else None
 
 
 def _kv_tokens(metrics: Mapping[str, list[Sample]]) -> int:
-    """That fit, 0 when it isn't said."""
+    """Number of KV tokens that fit, 0 if not reported."""
     return next((int(sample.labels["kv_cache_size_tokens"]) for sample in metrics.get(_CONFIG, ())), 0)
 
 
@@ -122,7 +123,7 @@ def compare(reference: Mapping[str, Answer], answers: Mapping[str, Answer]) -> C
 
 
 def failures(without: RunResult, with_offload: RunResult) -> list[str]:
-    """Everything that speaks against success, one line each."""
+    """Lists everything that contradicts success, one line each."""
     found = list(compare(without.answers, with_offload.answers).differences)
     if not without.answers:
         found.append("no answers to compare")
@@ -146,7 +147,7 @@ def failures(without: RunResult, with_offload: RunResult) -> list[str]:
 
 
 def table_rows(without: RunResult, with_offload: RunResult) -> list[tuple[str, str, str]]:
-    """The table's lines: what, without offload, with offload."""
+    """Returns the table's lines: label, without offload, with offload."""
 
     def both(what: str, show: Callable[[RunResult], str]) -> tuple[str, str, str]:
         return what, show(without), show(with_offload)
@@ -194,7 +195,7 @@ def table_rows(without: RunResult, with_offload: RunResult) -> list[tuple[str, s
 
 
 def print_table(console: Console, without: RunResult, with_offload: RunResult) -> None:
-    """Prints the table and what its speeds mean."""
+    """Prints the table and an explanation of its speeds."""
     table = Table("", without.name, with_offload.name, box=SIMPLE)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -209,7 +210,7 @@ def print_table(console: Console, without: RunResult, with_offload: RunResult) -
 
 
 def print_verdict(console: Console, without: RunResult, with_offload: RunResult) -> bool:
-    """Prints what was shown or what failed. Returns whether all is well."""
+    """Prints the verdict. Returns whether all checks passed."""
     comparison, found = compare(without.answers, with_offload.answers), failures(without, with_offload)
     for problem in found:
         console.print(f"  - {problem}", markup=False, highlight=False, soft_wrap=True)
@@ -235,7 +236,7 @@ def _how(run: RunResult) -> str:
 
 
 def as_json(without: RunResult, with_offload: RunResult) -> dict[str, Any]:
-    """Everything measured, for report.json."""
+    """Returns all measurements for report.json."""
     return {
         "without_offload": asdict(without),
         "with_offload": asdict(with_offload),
@@ -245,13 +246,13 @@ def as_json(without: RunResult, with_offload: RunResult) -> dict[str, Any]:
 
 
 def from_store_text(run: RunResult, step: str) -> str:
-    """What prefill had of a step's prompts in its store, "-" for nothing."""
+    """Formats the tokens of a step found in prefill's store, "-" for none."""
     tokens, loaded = run.from_store(step)
     return f"{tokens:,} tokens, {_mib(loaded)}" if tokens else NONE
 
 
 def _moved(run: RunResult) -> str:
-    """All bytes, and how they compare with the least."""
+    """Formats all moved bytes and their ratio to the minimum."""
     totals = list(run.store.values())[-1] if run.store else {}
     moved = totals.get("store_loaded_bytes", 0.0) + totals.get("store_saved_bytes", 0.0)
     needed = totals.get("store_needed_bytes", 0.0)

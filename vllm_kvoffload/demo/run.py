@@ -1,4 +1,4 @@
-"""`kvoffload demo`: serves a small random GLM-DSA model twice, and compares.
+"""`kvoffload demo`: serves a small random GLM-DSA model twice and compares the results.
 
 First by one server without offload; then by a prefill server whose layers share a few buffers in front of a
 store, a decode server with offload, and the proxy (--no-store: prefill keeps its KV on the device only;
@@ -51,7 +51,7 @@ _Serving = Callable[[Deployment, RunResult], None]
 
 
 class _Terminated(BaseException):
-    """SIGTERM or SIGHUP; like KeyboardInterrupt, nothing but the way out may catch it."""
+    """SIGTERM or SIGHUP; like KeyboardInterrupt, must be caught only by the shutdown path."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -59,7 +59,7 @@ class _Terminated(BaseException):
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """The demo's options. Raises SystemExit for --help and for what it doesn't understand."""
+    """Parses the demo's options. Raises SystemExit for --help and invalid options."""
     parser = argparse.ArgumentParser(
         prog="kvoffload demo",
         description="Serve a small random GLM-DSA model by one server without KV offload, then by a prefill "
@@ -160,7 +160,7 @@ def _device_bytes(options: argparse.Namespace) -> int:
 def _deployments(
     options: argparse.Namespace, checkpoint: Path, folder: Path
 ) -> tuple[Deployment, Deployment]:
-    """What is compared: without and with offload."""
+    """Returns the deployments to compare: without and with offload."""
     scale = QUICK if options.quick else FULL
     port = options.port or free_port()
     server = ServerOptions(checkpoint, scale.device_bytes, port, max_model_len=scale.max_model_len)
@@ -197,7 +197,7 @@ def _steps(checkpoint: Path, quick: bool) -> list[Step]:
 def _run(
     stages: Stages, deployment: Deployment, result: RunResult, asked: list[Step], serving: _Serving | None
 ) -> RunResult:
-    """A deployment's life: start, all steps, metrics, `serving` if any, end."""
+    """Runs a deployment: start, all steps, metrics, `serving` if any, end."""
     start_s = time.monotonic()
     try:
         with stages.stage(f"Starting {deployment.title}") as note:

@@ -38,12 +38,12 @@ _SOCKET_PATH_BYTES = 60
 
 
 class ServerError(RuntimeError):
-    """The server didn't start, or ended on its own."""
+    """The server did not start, or ended by itself."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What is served.
+    """Options of a served model.
 
     device_bytes: memory for KV. offload: `sparse_kv_offload_config` without its `enabled`, None for none.
     transfer: `--kv-transfer-config`, None for an engine that is neither prefill nor decode. port: of HOST.
@@ -136,7 +136,7 @@ def environment(base: Mapping[str, str], temporary: Path) -> dict[str, str]:
         "TORCHDYNAMO_DISABLE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **kept,
-        "VLLM_HOST_IP": HOST,  # where prefill and decode look for each other
+        "VLLM_HOST_IP": HOST,  # the address by which prefill and decode find each other
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
@@ -146,12 +146,12 @@ def environment(base: Mapping[str, str], temporary: Path) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port of HOST that nobody listens on now."""
+    """Returns a port of HOST that is currently free."""
     return free_ports(1)[0]
 
 
 def free_ports(count: int) -> list[int]:
-    """As many different ones."""
+    """Returns `count` different free ports."""
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -193,7 +193,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the process, which leads its session."""
+        """Pid of the process, which leads its session."""
         return self._process.pid
 
     def check_alive(self) -> None:
@@ -223,9 +223,9 @@ class Server:
         return "\n".join(kept[-lines:])
 
     def stop(self, grace_s: float) -> list[str]:
-        """Ends the server: SIGTERM, and SIGKILL for whatever is there after `grace_s`. Idempotent.
+        """Ends the server: SIGTERM, then SIGKILL for processes left after `grace_s`. Idempotent.
 
-        Returns what was not as it should be, one line each; empty after a clean end. An interrupt meanwhile
+        Returns problems, one line each; empty after a clean end. An interrupt meanwhile
         skips the grace.
         """
         if self._process.returncode is not None:
@@ -243,7 +243,7 @@ class Server:
                 problems.append(f"still there after {grace_s:.0f} s, killed: {_names(left)}")
         finally:
             left = self._kill()
-            status = self._process.wait() if not left else -1  # reaped last: till then the pid is ours
+            status = self._process.wait() if not left else -1  # reaped last: until then the pid is ours
             leaked = [path for path in sorted(self._segments) if path.exists()]
             for path in leaked:
                 path.unlink(missing_ok=True)
@@ -276,14 +276,14 @@ class Server:
         return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
     def _look(self) -> dict[Process, str]:
-        """Its live processes; remembers them, and the shared memory they map."""
+        """Finds its live processes; remembers them and the shared memory they map."""
         alive = session_and_descendants(self.pid, self._known)
         self._known |= alive
         self._segments |= mapped_segments(alive)
         return alive
 
     def _wait_gone(self, deadline_s: float) -> dict[Process, str]:
-        """Waits until no process is left; returns those that are at the deadline."""
+        """Waits until no process is left; returns the survivors at the deadline."""
         end_s = time.monotonic() + deadline_s
         while alive := self._look():
             if time.monotonic() >= end_s:

@@ -1,4 +1,4 @@
-"""What decides a demo checkpoint: the model's shape, and the seed of its weights."""
+"""The inputs that determine a demo checkpoint: the model's shape and the seed of its weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """Everything that decides a checkpoint's bytes. Sizes are in elements, lengths in tokens.
+    """Everything that determines a checkpoint's bytes. Sizes in elements, lengths in tokens.
 
     `layer_pattern` has one letter per layer: F runs an indexer, S reuses the choice of the last F before
     it. It is written to config.json under the key that `sharing_key` names. `model_type` "deepseek_v3" is

@@ -1,4 +1,4 @@
-"""What the demo asks: steps of one or more requests, all made from the packaged text."""
+"""The demo's requests: steps of one or more requests, all made from the packaged text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Step:
 
     @property
     def output_tokens(self) -> int:
-        """Most tokens that its answers have together."""
+        """Maximum tokens of its answers together."""
         return sum(request.max_tokens for request in self.requests)
 
 

@@ -1,6 +1,7 @@
-"""What differs between devices: how vLLM is extended, and the kernels of attention and indexer.
+"""Device-specific code: how vLLM is extended, and the kernels of attention and indexer.
 
-Owns one package per platform (`cpu`, `ascend`), what they have in common (`engine`, `parts`), and `refusal`
-(ending a start-up with one line).
-Never touches pools or plans: those are above, in `sparse` and `ops`, and the same for every platform.
+Owns one package per platform (`cpu`, `ascend`), their common `parts` (of a worker's offload), and
+`refusal` (ends a start-up with one line). A platform builds pools and manager from `sparse` for its
+worker; on Ascend it also plans and delivers on the device. The pools' rules and the plan's meaning are in
+`sparse` and `ops`.
 """

@@ -1,4 +1,4 @@
-"""Parts of a worker's offload that are the same on every platform."""
+"""Platform-independent parts of a worker's offload."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 
 
 class RankGroup(Protocol):
-    """What is needed of vLLM's TP group."""
+    """The methods used of vLLM's TP group."""
 
     rank_in_group: int
     world_size: int
@@ -31,13 +31,13 @@ class RankGroup(Protocol):
 
 
 class Closable(Protocol):
-    """Memory that is given back."""
+    """Memory that can be released."""
 
     def close(self) -> None: ...
 
 
 class WorkerOffload:
-    """One worker's offload, whose parts a platform's subclass makes: all of them end in :meth:`close`."""
+    """One worker's offload. A platform's subclass creates the parts; :meth:`close` releases all of them."""
 
     manager: SparseKVManager
     _memory: Closable
@@ -46,12 +46,12 @@ class WorkerOffload:
     _recorder: TraceRecorder | None
 
     def publish(self) -> None:
-        """Makes the counters so far visible in vLLM's metrics."""
+        """Publishes the counters to vLLM's metrics."""
         manager = self.manager
         self._channel.publish(manager.stats, live_rows=manager.rows.num_rows - manager.rows.num_free)
 
     def close(self) -> None:
-        """Finishes what is in flight, stops the threads, frees the pool."""
+        """Finishes outstanding work, stops the threads, frees the pool."""
         self._channel.close()
         if self._recorder is not None:
             self._recorder.close()
@@ -64,7 +64,7 @@ class WorkerOffload:
 def open_segment(
     layout: HostPoolLayout, config: SparseOffloadConfig, group: RankGroup, barrier: Callable[[], None] | None
 ) -> HostPool:
-    """The pool of the TP ranks as a shared-memory segment. Collective. barrier: None for one rank."""
+    """Creates the TP ranks' pool as a shared-memory segment. Collective. barrier: None for one rank."""
     pool = HostPool.create(layout, config.dram_bytes) if group.rank_in_group == 0 else None
     if barrier is None:
         assert pool is not None
@@ -75,12 +75,12 @@ def open_segment(
         pool = HostPool.attach(name, layout)
     barrier()
     if pool.is_owner:
-        pool.seal()  # from here on not even SIGKILL can leave it behind
+        pool.seal()  # from here on even SIGKILL cannot leave it behind
     return pool
 
 
 def log_capacity(plan: CapacityPlan) -> None:
-    """The start-up line that says what the offload buys."""
+    """Logs the start-up line with the offload's capacity."""
     logger.info(
         "Sparse KV offload: %d KV tokens in %d blocks (%.1fx the %d tokens without offload; limit: %s). "
         "Device: hot pools %s, residency %s, prefill buffers %s, indexer %s; host pool %s.",
@@ -102,10 +102,10 @@ def _mib(count: int) -> str:
 
 
 def add_late_losses(output: Any) -> None:
-    """Adds to a step's result the blocks that were lost in it, after a step that made drafts.
+    """Adds the blocks lost in a step to its result, after a step that made drafts.
 
-    There vLLM asks the connector for lost blocks before it tells it that the step is over, which is when they
-    are known: they would come with the next step, after a token that was computed over them.
+    In that case vLLM asks the connector for lost blocks before it ends the step, which is when they become
+    known: they would be reported with the next step, after a token that was computed from them.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -118,7 +118,8 @@ def add_late_losses(output: Any) -> None:
 def open_recorder(
     vllm_config: VllmConfig, config: SparseOffloadConfig, geometry: KVGeometry
 ) -> TraceRecorder | None:
-    """The recorder of `trace_path`, None without one. Raises TraceError: the file can't be made."""
+    """Creates the recorder for `trace_path`, None without one. Raises TraceError if the file cannot be
+    created."""
     if not config.trace_path:
         return None
     rank = vllm_config.parallel_config.data_parallel_index

@@ -1,4 +1,4 @@
-"""Ending a start-up with one clear line instead of a page of traceback."""
+"""Ends a start-up with one clear line instead of a traceback."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from vllm_kvoffload.settings.errors import ConfigError
 
 
 class StartupRefusedError(RuntimeError):
-    """The engine was not started: its message is the :class:`ConfigError`'s line.
+    """The engine was not started; the message is the :class:`ConfigError`'s line.
 
-    Not a ValueError: pydantic, which runs vLLM's configuration checks, would wrap one into several lines.
+    Not a ValueError: pydantic, which runs vLLM's configuration checks, would wrap it into several lines.
     """
 
 
 def refuse(error: ConfigError) -> NoReturn:
-    """Raises :class:`StartupRefusedError`; uncaught, it ends the process with its line and exit code 1."""
+    """Raises :class:`StartupRefusedError`; uncaught, it ends the process with that line and exit code 1."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:

@@ -1,10 +1,10 @@
-"""Sparse attention of vllm-ascend over whatever :class:`LayerKV` the runner bound to the layer.
+"""Sparse attention of vllm-ascend over the :class:`LayerKV` that the runner bound to the layer.
 
-Upstream's forward stays: projections, indexer with its device cache, the attention operator. Two of its
-methods change. `exec_kv` hands new rows to the offload instead of writing a paged cache; the attention
-process reads hot pool or prefill buffer instead of one. The operator wants paged keys, a block table and
-positions: a pool's row is a short request of its own whose positions are slots, and each query token asks
-it alone, so that no causal mask cuts slots off.
+Upstream's forward is kept: projections, indexer with its device cache, the attention operator. Two of its
+methods are overridden. `exec_kv` passes new rows to the offload instead of writing a paged cache; the
+attention method reads the hot pool or a prefill buffer instead. The operator takes paged keys, a block
+table and positions: a row of the pool is passed as a short request whose positions are slots, and each
+query token queries it separately, so that no causal mask hides slots.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class KVOffloadSFAMetadata(AscendSFAMetadata):
-    """Upstream's metadata and the step as the offload sees it.
+    """Upstream's metadata, plus the step as the offload sees it.
 
-    batch: in host memory. causal_ends: int32 [T] on the device, end of the positions a query token may
-    attend to.
+    batch: in host memory. causal_ends: int32 [T] on the device, causal limit (exclusive) per query token.
     """
 
     batch: StepBatch | None = None
@@ -47,7 +46,7 @@ class KVOffloadSFAMetadata(AscendSFAMetadata):
 
 @dataclass(frozen=True)
 class BuiltStep:
-    """A step that was read off upstream's metadata, and the tensors it was read off."""
+    """A step derived from upstream's metadata, and the tensors it was derived from."""
 
     batch: StepBatch
     causal_ends: torch.Tensor
@@ -55,10 +54,10 @@ class BuiltStep:
 
 
 class KVOffloadSFAMetadataBuilder(AscendSFAMetadataBuilder):
-    """Builds :class:`KVOffloadSFAMetadata`, for target and draft passes.
+    """Builds :class:`KVOffloadSFAMetadata` for target and draft passes.
 
-    Layers with an indexer and layers without have different caches, so that upstream has a builder for each
-    and asks both in every step. The step they are of is one, and so is its batch.
+    Layers with and without an indexer have different caches, so upstream has a builder for each and calls
+    both in every step. They share one step and its batch.
     """
 
     _built: ClassVar[threading.local] = threading.local()  # its `last` is the thread's last step
@@ -84,8 +83,8 @@ class KVOffloadSFAMetadataBuilder(AscendSFAMetadataBuilder):
     def _build(self, common_attn_metadata: Any, draft_index: int | None = None) -> KVOffloadSFAMetadata:
         metadata: KVOffloadSFAMetadata = super()._build(common_attn_metadata, draft_index)
         if draft_index:
-            # Behind a step's first draft pass upstream counts rejected drafts into the lengths, though not
-            # into the positions. Their rows must not be attended to.
+            # After a step's first draft pass upstream counts rejected drafts in the lengths, but not
+            # in the positions. Their rows must not be attended to.
             ends = common_attn_metadata.positions[: len(metadata.seq_lens)] + 1
             metadata.seq_lens = torch.minimum(metadata.seq_lens, ends.to(metadata.seq_lens.dtype))
         step = self._step(common_attn_metadata, metadata.seq_lens)
@@ -105,14 +104,14 @@ class KVOffloadSFAMetadataBuilder(AscendSFAMetadataBuilder):
 
 
 def step_batch(common: Any, seq_lens: torch.Tensor, block_size: int) -> StepBatch:
-    """A step, without padding, from upstream's common metadata and its lengths.
+    """Derives a step, without padding, from upstream's common metadata and its lengths.
 
-    Lengths come from the device: with drafts, those that upstream keeps in host memory may be too high. The
-    host has to know them, so that it waits here for what the step's inputs depend on, once a step.
+    Lengths come from the device: with drafts, upstream's host copy may be too high. The host needs them,
+    so it waits once per step for the step's input tensors.
     """
     tokens = int(common.num_actual_tokens)
     starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
-    requests = int(np.searchsorted(starts[:-1], tokens, side="left"))  # behind them is padding
+    requests = int(np.searchsorted(starts[:-1], tokens, side="left"))  # the rest is padding
     return StepBatch(
         query_start_loc=starts[: requests + 1].astype(np.int32),
         seq_lens=seq_lens[:requests].cpu().numpy().astype(np.int32),
@@ -123,7 +122,7 @@ def step_batch(common: Any, seq_lens: torch.Tensor, block_size: int) -> StepBatc
 
 
 class KVOffloadSFAImpl(AscendSFAImpl):
-    """Upstream's attention over the offload. Without an offload bound to it, it is upstream's."""
+    """Upstream's attention over the offload. Without a bound offload it behaves as upstream's."""
 
     kv: LayerKV | None = None
     offload: AscendOffload | None = None
@@ -131,8 +130,9 @@ class KVOffloadSFAImpl(AscendSFAImpl):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         if EngineOptions.of(self.vllm_config, "npu").offload.enabled:
-            # Both write new rows into a paged main cache, which there is none of, and drop the weights that
-            # the unfused way needs.
+            # Both write new rows into a paged main cache, which does not exist here, and drop the weights
+            # that
+            # the unfused path needs.
             self.enable_mlapo = False
             self.enable_sfa_prolog_v3 = False
         super().process_weights_after_loading(act_dtype)
@@ -200,12 +200,12 @@ class KVOffloadSFAImpl(AscendSFAImpl):
         batch, graph = attn_metadata.batch, self._graph
         ends = attn_metadata.causal_ends if graph is None else graph.ends
         topk = topk_indices.view(topk_indices.shape[0], -1)[: len(ends)]
-        # What the indexer leaves behind a short context is not specified.
+        # The indexer's output beyond a short context is unspecified.
         topk = topk.masked_fill((topk < 0) | (topk >= ends.unsqueeze(1)), -1)
         if graph is not None:
             assert self.offload is not None
             assert self.offload.graphs is not None
-            for part in self.kv.parts(topk, batch):  # one, of all tokens in their order
+            for part in self.kv.parts(topk, batch):  # a single part with all tokens in order
                 out = self._attend(ql_nope, q_pe, part, batch.block_size, attn_metadata)
             self.offload.graphs.end_layer(self.layer_index)
             return out.masked_fill((graph.token_rows < 0).view(-1, 1, 1), 0)
@@ -218,7 +218,7 @@ class KVOffloadSFAImpl(AscendSFAImpl):
 
     @property
     def _graph(self) -> DeviceBatch | None:
-        """The step, where it runs in a full graph: at addresses that stay."""
+        """Returns the step if it runs in a full graph, at fixed addresses."""
         graphs = self.offload.graphs if self.offload is not None else None
         return graphs.on if graphs is not None else None
 
@@ -247,7 +247,7 @@ class KVOffloadSFAImpl(AscendSFAImpl):
         return result
 
     def _view(self, part: AttendPart, block_size: int, device: torch.device) -> PagedView:
-        """The part as the operator takes it; the layers of an index group have one."""
+        """Converts a part for the operator; layers of an index group share the result."""
         if not isinstance(part.choice, PoolChoice):
             return request_view(part, block_size).to(device)
         assert self.offload is not None
@@ -259,7 +259,7 @@ class KVOffloadSFAImpl(AscendSFAImpl):
 
 @dataclass(frozen=True)
 class PagedView:
-    """Rows as the attention operator takes them, n requests with t query tokens, all int32.
+    """Rows in the form of the attention operator: n requests with t query tokens, all int32.
 
     indices: [t, 1, K] positions, -1 for none. query_ends, key_lengths: [n]. block_table: [n, B].
     """
@@ -270,13 +270,13 @@ class PagedView:
     block_table: torch.Tensor
 
     def to(self, device: torch.device) -> PagedView:
-        """The same on the device. Waits for nothing if it is there already."""
+        """Returns a device copy; does not wait if the tensors are already there."""
         parts = (self.indices, self.query_ends, self.key_lengths, self.block_table)
         return PagedView(*(part.to(device=device, dtype=torch.int32) for part in parts))
 
 
 def pool_view(choice: PoolChoice, block_size: int) -> PagedView:
-    """A pool: every query token is a request, whose positions are the slots of its row.
+    """Views a pool: every query token is a request whose positions are the slots of its row.
 
     A token without a row has no positions.
     """
@@ -293,14 +293,15 @@ def pool_view(choice: PoolChoice, block_size: int) -> PagedView:
 
 
 def request_view(part: AttendPart, block_size: int) -> PagedView:
-    """One request's rows by position, the query tokens being its last."""
+    """Views one request's rows by position; its query tokens are the last ones."""
     pages = torch.arange(-(-part.length // block_size), dtype=torch.int32)
     counts = torch.tensor([len(part.tokens), part.length], dtype=torch.int32)
     return PagedView(part.indices.unsqueeze(1), counts[:1], counts[1:], pages.unsqueeze(0))
 
 
 class KVOffloadSFABackend(AscendSFABackend):
-    """Upstream's backend with our classes. Context parallelism, which has others, is refused at start-up."""
+    """Upstream's backend with our classes. Context parallelism, which uses others, is rejected at
+    start-up."""
 
     @staticmethod
     def get_impl_cls() -> type[KVOffloadSFAImpl]:

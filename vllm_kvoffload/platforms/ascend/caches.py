@@ -1,8 +1,8 @@
-"""vllm-ascend's KV cache specs and entries, in the one form that this package and the connectors use.
+"""Converts vllm-ascend's KV cache specs and entries to the form used by this package and the connectors.
 
 0.23 has one spec and one entry per layer, (latent, rope, indexer key[, indexer scale]), the last ones only
-where the layer has an indexer; its attention reads the tuple by index. Later releases have a spec and an
-entry for main KV and one each for the indexer, as vLLM itself does. Connectors always get the latter.
+in layers with an indexer; its attention reads the tuple by index. Later releases have one spec and entry
+for main KV and one for the indexer, as vLLM does. Connectors always get the latter form.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class LayerCache:
 
     @property
     def combined(self) -> tuple[torch.Tensor, ...]:
-        """What vllm-ascend 0.23 binds to the layer."""
+        """The tuple that vllm-ascend 0.23 binds to the layer."""
         return (*self.main, *self.indexer)
 
 
 @dataclass(frozen=True)
 class IndexerLayout:
-    """A layer's indexer cache: keys [blocks, block_size, heads, width], scales where they are quantised."""
+    """A layer's indexer cache: keys [blocks, block_size, heads, width], and scales if quantised."""
 
     block_size: int
     heads: int
@@ -42,19 +42,20 @@ class IndexerLayout:
 
 
 def indexer_name(main_name: str) -> str:
-    """Name of the indexer entry of a layer, from that of its attention: ``...self_attn.attn``."""
+    """Derives the name of a layer's indexer entry from that of its attention: ``...self_attn.attn``."""
     return main_name.rsplit(".", 1)[0] + INDEXER_SUFFIX
 
 
 def is_indexer(name: str) -> bool:
-    """Whether an entry is an indexer's own."""
+    """Whether an entry belongs to an indexer."""
     return name.endswith(INDEXER_SUFFIX)
 
 
 def indexer_layouts(specs: Mapping[str, Any]) -> dict[str, IndexerLayout | None]:
-    """By the name of the layer's attention, from specs of either form; None for a layer without indexer.
+    """Returns layouts by the attention's name, from specs of either form; None for a layer without
+    indexer.
 
-    Raises ValueError: an indexer's spec without its layer's.
+    Raises ValueError for an indexer's spec without its layer's.
     """
     layouts = {name: _own_indexer(spec) for name, spec in specs.items() if not is_indexer(name)}
     apart = {name: spec for name, spec in specs.items() if is_indexer(name)}
@@ -70,7 +71,7 @@ def indexer_layouts(specs: Mapping[str, Any]) -> dict[str, IndexerLayout | None]
 
 
 def _own_indexer(spec: Any) -> IndexerLayout | None:
-    """The indexer's part of a spec of 0.23."""
+    """Returns the indexer part of a 0.23 spec."""
     dims = getattr(spec, "sparse_head_dim", None)
     if not dims or not dims[2]:
         return None
@@ -83,16 +84,16 @@ def _own_indexer(spec: Any) -> IndexerLayout | None:
 def bound_entries(
     caches: Mapping[str, LayerCache], specs: Mapping[str, Any]
 ) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Entries as attention finds them, of the form that the specs have."""
+    """Builds entries for attention, in the form of the specs."""
     if any(map(is_indexer, specs)):
         return connector_entries(caches)
     return {name: cache.combined for name, cache in caches.items()}
 
 
 def layer_caches(entries: Mapping[str, Entry]) -> dict[str, LayerCache]:
-    """By the name of the layer's attention, from entries of either form.
+    """Returns caches by the attention's name, from entries of either form.
 
-    Raises ValueError: main KV that isn't a latent and a rope tensor, or an indexer entry without its layer.
+    Raises ValueError if main KV is not a latent and a rope tensor, or an indexer entry lacks its layer.
     """
     tensors = {name: (e,) if isinstance(e, torch.Tensor) else tuple(e) for name, e in entries.items()}
     caches: dict[str, LayerCache] = {}
@@ -112,7 +113,7 @@ def layer_caches(entries: Mapping[str, Entry]) -> dict[str, LayerCache]:
 
 
 def connector_entries(caches: Mapping[str, LayerCache]) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Entries as connectors get them: main KV under the attention's name, the indexer under its own."""
+    """Builds entries for connectors: main KV under the attention's name, indexer KV under its own."""
     entries: dict[str, tuple[torch.Tensor, ...]] = {}
     for name, cache in caches.items():
         entries[name] = cache.main

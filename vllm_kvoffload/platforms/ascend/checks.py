@@ -1,5 +1,5 @@
-"""Configurations that can't work on Ascend, each refused at start-up in one line. No vllm-ascend needed
-here.
+"""Rejects configurations that cannot work on Ascend, each with one line at start-up. Does not need
+vllm-ascend.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ BLOCK_SIZE = 128
 INDEX_TOPK = 2048
 LEGACY_STORE = "MooncakeConnectorStoreV1"
 ATTENTION_OP = "vllm::mla_forward"
-"""The operator that holds a layer's attention, by which vllm-ascend splits piecewise graphs."""
+"""The operator that contains a layer's attention, at which vllm-ascend splits piecewise graphs."""
 
 
 def check_ascend(vllm_config: VllmConfig) -> EngineSettings:
-    """What the engine runs with, after everything that can be wrong with it was looked for.
+    """Validates the configuration and returns the engine's settings.
 
     Raises:
         ConfigError: key, value, rule and fix.
@@ -50,7 +50,7 @@ def check_ascend(vllm_config: VllmConfig) -> EngineSettings:
 
 
 def check_caches(vllm_config: VllmConfig, settings: EngineSettings, what: str) -> None:
-    """Cache formats that have no rows of their own for each token. Raises ConfigError."""
+    """Rejects cache formats without a separate row per token. Raises ConfigError."""
     if settings.additional.get("enable_sparse_sfa_c8"):
         rule = f"{what} needs rows of the main cache in the model's 16 bit type"
         raise ConfigError(
@@ -68,14 +68,14 @@ def check_caches(vllm_config: VllmConfig, settings: EngineSettings, what: str) -
 
 
 def graph_mode(vllm_config: VllmConfig) -> str:
-    """Name of the engine's graph mode, "NONE" without graphs."""
+    """Returns the engine's graph mode, "NONE" without graphs."""
     if vllm_config.model_config.enforce_eager:
         return "NONE"
     return str(getattr(vllm_config.compilation_config.cudagraph_mode, "name", "NONE"))
 
 
 def check_graphs(vllm_config: VllmConfig, what: str) -> None:
-    """Graph modes that would capture what is done on the host. Raises ConfigError."""
+    """Rejects graph modes that would capture work done on the host. Raises ConfigError."""
     mode = graph_mode(vllm_config)
     if "FULL" in mode:
         rule = f"{what}, which a full graph can't hold"
@@ -84,7 +84,7 @@ def check_graphs(vllm_config: VllmConfig, what: str) -> None:
 
 
 def check_decode_graphs(vllm_config: VllmConfig, config: SparseOffloadConfig) -> None:
-    """Graph modes of an engine with the offload, whose full graphs run no Python in layers.
+    """Rejects graph modes unsupported with the offload: full graphs run no Python in layers.
 
     Raises ConfigError.
     """
@@ -115,7 +115,7 @@ def check_decode_graphs(vllm_config: VllmConfig, config: SparseOffloadConfig) ->
 
 
 def check_splitting(vllm_config: VllmConfig) -> None:
-    """Attention must not be a part of piecewise graphs. Raises ConfigError."""
+    """Rejects piecewise graphs that include attention. Raises ConfigError."""
     compilation = vllm_config.compilation_config
     if "PIECEWISE" in graph_mode(vllm_config) and ATTENTION_OP not in (compilation.splitting_ops or ()):
         rule = f"attention, {ATTENTION_OP}, would be captured in a graph with the step it was captured in"
@@ -124,7 +124,7 @@ def check_splitting(vllm_config: VllmConfig) -> None:
 
 
 def check_options(vllm_config: VllmConfig, settings: EngineSettings) -> None:
-    """Options of the offload, and of vLLM beside it, that only other platforms can do. Raises ConfigError."""
+    """Rejects options of the offload and of vLLM that only other platforms support. Raises ConfigError."""
     config, index_topk = settings.offload, settings.facts.index_topk
     if index_topk is not None and index_topk != INDEX_TOPK:
         rule = f"vllm-ascend's indexer always chooses {INDEX_TOPK} tokens"
@@ -145,7 +145,8 @@ def check_options(vllm_config: VllmConfig, settings: EngineSettings) -> None:
 
 
 def check_compact(config: SparseOffloadConfig) -> None:
-    """Compact delivery, which takes the AscendC kernels and has their plan only. Raises ConfigError."""
+    """Rejects compact delivery without the AscendC kernels, or with another plan than theirs. Raises
+    ConfigError."""
     key = f"{SECTION}.delivery"
     if not os.environ.get(KERNELS_ENV):
         rule = f"on Ascend it is done by the AscendC kernels, and {KERNELS_ENV} is not set"
@@ -156,7 +157,7 @@ def check_compact(config: SparseOffloadConfig) -> None:
 
 
 def check_store(vllm_config: VllmConfig, settings: EngineSettings) -> None:
-    """A prefill engine with our store connector. Raises ConfigError."""
+    """Validates a prefill engine with our store connector. Raises ConfigError."""
     if settings.store is None:
         check_legacy_store(settings)
         return
@@ -175,7 +176,8 @@ def check_store(vllm_config: VllmConfig, settings: EngineSettings) -> None:
 
 
 def check_legacy_store(settings: EngineSettings) -> None:
-    """A name that vllm-ascend keeps for its own store, which can't share buffers. Raises ConfigError."""
+    """Rejects the name that vllm-ascend keeps for its own store, which cannot share buffers. Raises
+    ConfigError."""
     option = "layerwise_num_shared_buffers"
     for part in settings.parts:
         if part.name == LEGACY_STORE and option in part.options:

@@ -1,11 +1,11 @@
-"""Our connectors under the names that users give, whatever vllm-ascend registers under them, and when.
+"""Resolves the connector names in a configuration to our classes, whatever vllm-ascend registers.
 
-Its plugin registers names one by one and fails when one is taken; ours may run before it or after it. So
-nothing is registered on Ascend: the configuration gets `kv_connector_module_path`, which vLLM asks before
-its registry, and which users may as well give themselves.
+Its plugin registers names one by one and fails when one is taken, and may run before or after ours. So
+nothing is registered on Ascend: the configuration gets `kv_connector_module_path`, which vLLM checks
+before its registry and which users may also set themselves.
 
-vllm-ascend has an `AscendStoreConnector` and a `MultiConnector` of its own. Ours stand in for them where
-something is asked for that only ours can do: layers that share buffers, or the embedded store.
+vllm-ascend has its own `AscendStoreConnector` and `MultiConnector`. Ours replace them if the options need
+a feature that only ours have: layers that share buffers, or the embedded store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ONLY_OURS = ("layerwise_num_shared_buffers", "layerwise_independent_layers", "lo
 
 
 def name_modules(transfer: Any) -> None:
-    """Fills in the module of each of our connectors, within a MultiConnector too. None: nothing to do."""
+    """Sets the module path of each of our connectors, also inside a MultiConnector. None: nothing to do."""
     if transfer is None:
         return
     extra = transfer.kv_connector_extra_config or {}
@@ -31,7 +31,7 @@ def name_modules(transfer: Any) -> None:
 
 
 def _wanted(name: str | None, extra: Mapping[str, Any]) -> bool:
-    """Whether a name without a module means a class of ours. The parts of a MultiConnector have theirs."""
+    """Whether a name without a module path means our class. Parts of a MultiConnector have their own."""
     if name == STORE:
         return any(key in extra for key in ONLY_OURS) or str(extra.get("backend")).lower() == "local"
     if name == "MultiConnector":

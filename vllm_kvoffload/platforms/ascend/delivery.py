@@ -1,7 +1,9 @@
-"""Decode by the AscendC kernels: plans, fetches and new rows are queued on the device, no layer waits for it.
+"""Decode by the AscendC kernels: plans, fetches and new rows are queued on the device; no layer waits for
+them.
 
-The deliveries of `vllm_kvoffload.sparse` plan on the host, where each index group's choice has to be copied
-to first. Here choice, plan and lists of misses never leave the device. Results are the same to the bit.
+The deliveries of `vllm_kvoffload.sparse` plan on the host, so each index group's top-k indices must be
+copied there first. Here top-k indices, plan and lists of misses stay on the device. Results are
+bit-identical.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ from vllm_kvoffload.sparse.step import PoolChoice
 from vllm_kvoffload.sparse.step_state import StepState
 
 BUFFERS = 2
-"""Selections and plans of compact delivery: the next layer is gathered while the last one is installed."""
+"""Selections and plans of compact delivery: the next layer is gathered while the previous one is
+installed."""
 
 
 class _KernelDelivery(Delivery):
-    """What both deliveries do alike: the plan, and the step's batch on the device."""
+    """Common part of both deliveries: the plan, and the step's batch on the device."""
 
     def __init__(
         self,
@@ -90,7 +93,8 @@ class _KernelDelivery(Delivery):
         return rows
 
     def _try(self, out: ops.PlanOut, serve: Callable[[DeviceBatch], object]) -> None:
-        """Plans and serves the largest step, with no request in it: the kernels say what is beyond them.
+        """Plans and serves the largest step without any request, so that the kernels report sizes they
+        cannot handle.
 
         Raises ConfigError.
         """
@@ -106,16 +110,17 @@ class _KernelDelivery(Delivery):
 
 
 class KernelDelivery(_KernelDelivery):
-    """In-place :class:`Delivery`: attention reads the hot pool itself.
+    """In-place :class:`Delivery`: attention reads the hot pool directly.
 
-    Followers' misses are fetched on a stream of their own as soon as the owner has its rows.
+    Followers' misses are fetched on a separate stream as soon as the owner has its rows.
 
     Args:
         parts: of an `NpuRuntime`, with residencies on the device.
         kernels: torch.ops.kvoffload with the AscendC library.
-        topk: K. max_query_len: query tokens of a request in a step. table_width: blocks of the longest one.
+        topk: K. max_query_len: query tokens per request and step. table_width: blocks of the longest
+        request.
 
-    Raises ConfigError: the kernels can't do these sizes.
+    Raises ConfigError if the kernels do not support these sizes.
     """
 
     def __init__(
@@ -162,12 +167,12 @@ class KernelDelivery(_KernelDelivery):
         return rows
 
     def place(self, step: StepState) -> DeviceBatch:
-        """Puts a step on the device, before a graph runs it or is captured from its layers."""
-        self._counters.add_up()  # what the graph adds up are its own reports only
+        """Copies a step to the device before a graph replays it or is captured from its layers."""
+        self._counters.add_up()  # only the graph's own reports are to be added up in it
         return self._on(step)
 
     def end_step(self) -> None:
-        """All layers of a step that runs in a graph have been queued: ends the graph."""
+        """All layers of a step in a graph have been queued: ends the graph's work."""
         self._counters.add_up()
 
     def replayed(self) -> None:
@@ -198,8 +203,8 @@ class KernelDelivery(_KernelDelivery):
 class KernelCompactDelivery(_KernelDelivery):
     """Compact :class:`Delivery` (see `vllm_kvoffload.sparse.compact`) with our own plan.
 
-    Attention reads a layer's chosen rows in a selection; on a stream of its own they are installed in the
-    pool meanwhile, and are there when the next step joins. Arguments and errors: see :class:`KernelDelivery`.
+    Attention reads a layer's chosen rows from a selection; meanwhile a separate stream installs them in
+    the pool, before the next step joins. Arguments and errors: see :class:`KernelDelivery`.
     """
 
     def __init__(
@@ -219,7 +224,7 @@ class KernelCompactDelivery(_KernelDelivery):
         self._plan_number = self._selection_number = 0
         self._plan_users: list[list[int]] = [[] for _ in range(BUFFERS)]
         self._selection_users: list[int | None] = [None] * BUFFERS
-        # By layer: the event of its install, and what that reads besides the buffers.
+        # By layer: the event of its install, and the tensors it reads besides the buffers.
         self._installs: dict[int, tuple[Any, SplitRows]] = {}
         self._owners = torch.arange(tokens, dtype=torch.int32, device=device)
         self._try(self._plans[0], self._serve_dummy)
@@ -267,7 +272,7 @@ class KernelCompactDelivery(_KernelDelivery):
         self._counters.check_copies(self._moves.fetch(host, hot, on, plan, new_rows, misses=False))
 
     def _await(self, layer: int) -> None:
-        """Puts the compute stream behind a layer's last install, which frees its plan and selection."""
+        """Makes the compute stream wait for a layer's last install, which frees its plan and selection."""
         install = self._installs.pop(layer, None)
         if install is not None:
             self._lane.join(install[0])
@@ -295,7 +300,7 @@ class KernelCompactDelivery(_KernelDelivery):
 def device_planning(
     kernels: Any, device: torch.device, geometry: KVGeometry, config: SparseOffloadConfig, table_width: int
 ) -> DevicePlanning:
-    """Plans by the kernels, delivered as the options say. Arguments: see :class:`KernelDelivery`."""
+    """Creates a delivery by the kernels as the options say. Arguments: see :class:`KernelDelivery`."""
     kind = KernelCompactDelivery if config.delivery == "compact" else KernelDelivery
     topk, queries = geometry.index_topk, 1 + geometry.num_speculative_tokens
 

@@ -1,4 +1,4 @@
-"""The places where vllm-ascend has to be told of our classes, because it has no option for them."""
+"""Points vllm-ascend to our classes where it has no option for them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ NPU_PLATFORM = "vllm_ascend.platform.NPUPlatform"
 
 
 def is_npu_platform(platform: object) -> bool:
-    """Whether vLLM runs on vllm-ascend's platform, ours included."""
+    """Whether vLLM runs on vllm-ascend's platform or our subclass."""
     return any(f"{kind.__module__}.{kind.__qualname__}" == NPU_PLATFORM for kind in type(platform).__mro__)
 
 
 def adopt_platform(platform: Any) -> None:
-    """Makes vLLM's platform object one of our subclass, for all who hold it. Safe to call more than once.
+    """Changes the class of vLLM's platform object to our subclass, for all its users. Idempotent.
 
-    vLLM allows one out-of-tree platform plugin, and vllm-ascend's is it.
+    vLLM allows only one out-of-tree platform plugin, and that is vllm-ascend's.
 
-    Raises StartupRefusedError: vllm-ascend is too old or too new, or not what we were written against.
+    Raises StartupRefusedError if vllm-ascend's version or symbols are not the supported ones.
     """
     if f"{type(platform).__module__}.{type(platform).__qualname__}" != NPU_PLATFORM:
         return
@@ -35,7 +35,7 @@ def adopt_platform(platform: Any) -> None:
 
 @contextmanager
 def runner_class(runner: type) -> Iterator[None]:
-    """`NPUWorker.init_device` makes a runner of this class while the context is open."""
+    """While the context is open, `NPUWorker.init_device` creates a runner of this class."""
     module: Any = import_module("vllm_ascend.worker.worker")
     original = module.NPUModelRunner
     module.NPUModelRunner = runner

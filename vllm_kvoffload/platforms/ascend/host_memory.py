@@ -1,7 +1,7 @@
-"""The host pool's memory on Ascend: MemFabric's where it is there, which devices and peers reach by address.
+"""Memory of the host pool on Ascend: MemFabric's if available, which devices and peers can address.
 
-Without MemFabric's offload module the pool is the same shared-memory segment as on CPU. Then rows go through
-torch, or are mapped for the AscendC kernels; decode engines that pull KV from prefill can't do without it.
+Without MemFabric's offload module the pool is a shared-memory segment as on CPU. Then rows are copied by
+torch, or mapped for the AscendC kernels; decode engines that pull KV from prefill require MemFabric.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HOST = "127.0.0.1"
 
 
 class HostMemory(Protocol):
-    """A host pool in this process."""
+    """A host pool mapped into this process."""
 
     layers: list[SplitRows]
     total_bytes: int
@@ -37,9 +37,9 @@ class HostMemory(Protocol):
 
 
 def load_offload() -> Any:
-    """`memfabric_hybrid.offload`, which is an attribute and no module to import.
+    """Returns `memfabric_hybrid.offload`, which is an attribute and not a module to import.
 
-    Raises ImportError or OSError: not installed, too old, or CANN is missing.
+    Raises ImportError or OSError if it is not installed, too old, or CANN is missing.
     """
     found = getattr(import_module("memfabric_hybrid"), "offload", None)
     if found is None:
@@ -48,19 +48,19 @@ def load_offload() -> Any:
 
 
 def _store_url() -> str:
-    """Where the ranks of a pool find each other, and nobody else."""
+    """Returns a private address at which the ranks of a pool find each other."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return f"tcp://{HOST}:{probe.getsockname()[1]}"
 
 
 def tensor_at(address: int, nbytes: int) -> torch.Tensor:
-    """uint8 [nbytes] over memory that is somebody else's and must outlive it."""
+    """Returns uint8 [nbytes] over memory owned elsewhere, which must outlive the tensor."""
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
 def _layer(layout: HostPoolLayout, base: int, device_address: Callable[[int], int]) -> SplitRows:
-    """A layer whose components follow one another from ``base`` on, each aligned."""
+    """Returns a layer whose components follow each other from ``base`` on, each aligned."""
     parts, addresses = [], []
     for component, (_, row_bytes) in enumerate(layout.components):
         nbytes = layout.component_bytes(component)
@@ -72,13 +72,14 @@ def _layer(layout: HostPoolLayout, base: int, device_address: Callable[[int], in
 
 
 class MemfabricMemory:
-    """A pool that rank 0 allocates in MemFabric's global address space, and all ranks see at one address.
+    """A pool that rank 0 allocates in MemFabric's global address space, mapped at one address by all
+    ranks.
 
     Args:
         offload: MemFabric's module. device: index of this process's NPU.
 
     Raises:
-        RuntimeError: MemFabric can't be started, or has not enough memory.
+        RuntimeError: MemFabric cannot be started or lacks memory.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class MemfabricMemory:
         config.rank_id = group.rank_in_group
         config.scene = offload.Scene.SHARED
         url = group.broadcast_object(_store_url(), src=0) if group.world_size > 1 else _store_url()
-        if hasattr(config, "store_url"):  # else all engines of a machine would meet at one port
+        if hasattr(config, "store_url"):  # the default is one port for all engines of a machine
             config.store_url = url
         code = offload.initialize(config)
         if code != 0:
@@ -118,7 +119,7 @@ class MemfabricMemory:
         self.layers = [_layer(layout, base, self._device_address) for base in bases]
 
     def _device_address(self, address: int) -> int:
-        """Where kernels find what the host has at an address: the same on A3, and its own mapping on A2."""
+        """Translates a host address for kernels: equal on A3, a separate mapping on A2."""
         ask = getattr(self._offload, "get_dva", None)
         found = ask(address) if ask is not None else address
         if not found:
@@ -135,7 +136,7 @@ class SegmentMemory:
     """The shared-memory segment of the CPU platform.
 
     Args:
-        register: host_register(address, nbytes) -> address for the device; None where no kernel reads it.
+        register: host_register(address, nbytes) -> address for the device; None if no kernel reads it.
         unregister: host_unregister(address).
     """
 
@@ -168,7 +169,7 @@ class SegmentMemory:
 
 
 def _device_address(part: torch.Tensor, moved: list[tuple[int, int, int]]) -> int:
-    """Where the device reads a tensor of the pool; its own address when nothing was mapped."""
+    """Returns the device address of a tensor of the pool; its own address if nothing was mapped."""
     address = part.data_ptr()
     if not moved:
         return address

@@ -1,7 +1,7 @@
-"""What the deliveries that plan on the device share: the AscendC kernels, a step's batch, counters.
+"""Shared by the deliveries that plan on the device: the AscendC kernels, a step's batch, counters.
 
-Everything is queued on the device. What the host knows of a step goes over in one transfer; what it wants to
-know comes back without anybody waiting for it.
+All work is queued on the device. A step's host data goes over in one transfer; results return
+asynchronously, and the host never waits for them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from vllm_kvoffload.sparse.stats import OffloadStats
 from vllm_kvoffload.sparse.step_state import StepState
 
 KERNELS_ENV = "KVOFFLOAD_ASCEND_OPS"
-"""Path of libkvoffload_ascend.so, which docs/ascend-build.md says how to build."""
+"""Path of libkvoffload_ascend.so; docs/ascend-build.md says how to build it."""
 LINE_INTS = 16
-"""int32 of a line of 64 bytes, on which the kernels want every tensor to begin."""
+"""int32 per line of 64 bytes; the kernels require every tensor to start on a line."""
 FETCHED, REFUSED = 0, 1  # columns of a report
 
 
 def load_kernels() -> Any:
-    """torch.ops.kvoffload with the AscendC kernels, None where they were not built.
+    """Returns torch.ops.kvoffload with the AscendC kernels, None if they were not built.
 
-    Raises ConfigError: KVOFFLOAD_ASCEND_OPS names a library that isn't there or doesn't load.
+    Raises ConfigError if KVOFFLOAD_ASCEND_OPS names a library that is missing or does not load.
     """
     path = os.environ.get(KERNELS_ENV, "")
     if not path:
@@ -53,14 +53,14 @@ def load_kernels() -> Any:
 
 
 def starts_of(sizes: Iterable[int]) -> list[int]:
-    """Where tensors of so many int32 begin if they lie behind each other, each on a line; and their end."""
+    """Returns the offsets of consecutive int32 tensors of these sizes, each line-aligned, and their end."""
     return list(accumulate((-(-size // LINE_INTS) * LINE_INTS for size in sizes), initial=0))
 
 
 class DeviceInts:
-    """int32 tensors on the device that are always at the same addresses, each on a line.
+    """int32 tensors on the device at fixed addresses, each line-aligned.
 
-    sizes: of the tensors at most, elements.
+    sizes: maximum number of elements of each tensor.
     """
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
@@ -68,9 +68,9 @@ class DeviceInts:
         self._there = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
 
     def put(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What is there now: copies of tensors in host memory, one for each size.
+        """Copies host tensors, one per size, into place and returns the device tensors.
 
-        In one transfer that nobody waits for: work that was queued before it still finds what was there.
+        One asynchronous transfer, queued on the stream: work queued earlier still reads the old contents.
         """
         last = self._starts[len(tensors) - 1] + tensors[-1].numel()
         packed = torch.zeros(last, dtype=torch.int32)
@@ -87,7 +87,7 @@ class DeviceInts:
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """The decoding requests of a :class:`StepState` on the device, all int32, under its names."""
+    """The decoding requests of a :class:`StepState` on the device, all int32, under the same names."""
 
     tokens: torch.Tensor
     slots: torch.Tensor
@@ -100,18 +100,18 @@ class DeviceBatch:
 
 
 class StepBuffers:
-    """Where a step's :class:`DeviceBatch` is: at the same addresses in every step, as graphs want it.
+    """Holds a step's :class:`DeviceBatch` at the same addresses in every step, as graphs require.
 
     tokens, rows: of the largest step. table_width: blocks of the longest request.
     """
 
     def __init__(self, tokens: int, rows: int, table_width: int, device: torch.device) -> None:
         self._width = table_width
-        # The largest is last: no step transfers more of it than it needs.
+        # The largest is last, so that no step transfers more of it than it needs.
         self._ints = DeviceInts([*[tokens] * 4, rows + 1, rows, rows, rows * table_width], device)
 
     def fill(self, step: StepState) -> DeviceBatch:
-        """Queued on the compute stream, behind everything that reads the step before."""
+        """Queues the copy on the compute stream, after everything that reads the previous step."""
         table = step.decode_block_table
         fields = (
             step.decode_tokens,
@@ -127,10 +127,10 @@ class StepBuffers:
 
 
 class DeviceCounters:
-    """Counters that the kernels raise, as far as they came back: a step or two late.
+    """Counters raised by the kernels, as far as they have arrived: one or two steps late.
 
     Args:
-        stats: gets the totals. record: records an event of the compute stream.
+        stats: receives the totals. record: records an event of the compute stream.
     """
 
     def __init__(self, stats: OffloadStats, device: torch.device, record: Callable[[str], Event]) -> None:
@@ -148,7 +148,7 @@ class DeviceCounters:
         self._reading: Event | None = None
 
     def count_plan(self, plan: ops.PlanOut) -> None:
-        """Adds what a plan that was just queued will count."""
+        """Adds the counts of a plan that was just queued."""
         self._counted = True
         self._plans.add_(plan.stats)
 
@@ -158,11 +158,11 @@ class DeviceCounters:
         self._copies.append(reports)
 
     def check_copies(self, reports: torch.Tensor) -> None:
-        """The same for a call that only moves rows on the device."""
+        """Like `count_fetch`, for a call that only moves rows on the device."""
         self._copies.append(reports)
 
     def add_up(self) -> None:
-        """Adds the reports so far to the sums, on the device. All streams have been joined."""
+        """Adds the reports to the sums, on the device. All streams must have been joined."""
         for total, reports, column in (
             (self._fetched, self._fetches, FETCHED),
             (self._refused, self._copies, REFUSED),
@@ -172,13 +172,13 @@ class DeviceCounters:
                 reports.clear()
 
     def replayed(self) -> None:
-        """A graph that holds the calls, and :meth:`add_up`, was queued."""
+        """A graph that contains the calls and :meth:`add_up` was queued."""
         self._counted = True
 
     def advance(self) -> None:
-        """Takes what has come back, and asks for what was counted since. All streams have been joined.
+        """Takes the sums that have arrived, and requests the next ones. All streams must have been joined.
 
-        Raises RuntimeError: kernels were given blocks or slots that don't exist.
+        Raises RuntimeError if kernels were given blocks or slots that do not exist.
         """
         if self._reading is not None and self._reading.query():
             self._reading = None
@@ -201,10 +201,10 @@ class DeviceCounters:
 
 
 class KernelRows(PortableRows):
-    """Rows moved by torch, except that a kernel writes new ones to the host pool.
+    """Moves rows by torch, except that a kernel writes new ones to the host pool.
 
     Args:
-        kernels: torch.ops.kvoffload with the AscendC library; the others are those of :class:`PortableRows`.
+        kernels: torch.ops.kvoffload with the AscendC library; other arguments as in :class:`PortableRows`.
     """
 
     def __init__(
@@ -219,16 +219,16 @@ class KernelRows(PortableRows):
         self._kernels = kernels
 
     def host_write(self, host: SplitRows, new_rows: SplitRows, slot_mapping: torch.Tensor) -> None:
-        """Queues the kernel on the current stream. Raises ValueError: a slot beyond the pool."""
+        """Queues the kernel on the current stream. Raises ValueError for a slot beyond the pool."""
         blocks, block_size = host.parts[0].shape[:2]
         check_range("slot_mapping", slot_mapping[slot_mapping >= 0], blocks * block_size)
         (slots,) = DeviceInts([len(slot_mapping)], self._device).put([slot_mapping])
-        # Its report counts slots that don't exist, of which there are none after this check.
+        # Its report counts invalid slots, of which there are none after this check.
         self._kernels.host_write_rows(list(host.addresses), blocks, block_size, list(new_rows.parts), slots)
 
 
 class RowKernels:
-    """The kernels that move rows, called with rows as this platform keeps them."""
+    """Calls the kernels that move rows, with this platform's row tensors."""
 
     def __init__(self, kernels: Any, rows: int, none: SplitRows, device: torch.device) -> None:
         self._kernels = kernels
@@ -246,8 +246,8 @@ class RowKernels:
         *,
         misses: bool,
     ) -> torch.Tensor:
-        """Misses of a layer from the host pool and new rows [T'] into their slots; either may be left out.
-        Returns the reports.
+        """Copies a layer's misses from the host pool and new rows [T'] into their slots; either may be
+        omitted. Returns the reports.
         """
         report: torch.Tensor = self._kernels.dsa_serve_rows(
             list(host.addresses),
@@ -273,7 +273,7 @@ class RowKernels:
         new_rows: SplitRows,
         selection: SplitRows,
     ) -> torch.Tensor:
-        """The row of every chosen position of a layer into the selection. Returns the reports."""
+        """Gathers the rows of all chosen positions of a layer into the selection. Returns the reports."""
         report: torch.Tensor = self._kernels.dsa_serve_compact_rows(
             list(host.addresses),
             *host.parts[0].shape[:2],
@@ -289,7 +289,7 @@ class RowKernels:
         return report
 
     def write_host(self, host: SplitRows, new_rows: SplitRows, slots: torch.Tensor) -> torch.Tensor:
-        """New rows [T'] into the host pool, those that have a slot. Returns the reports."""
+        """Copies new rows [T'] that have a slot into the host pool. Returns the reports."""
         report: torch.Tensor = self._kernels.host_write_rows(
             list(host.addresses), *host.parts[0].shape[:2], list(new_rows.parts), slots
         )
@@ -298,7 +298,7 @@ class RowKernels:
     def install(
         self, selection: SplitRows, hot: SplitRows, on: DeviceBatch, plan: ops.PlanOut
     ) -> torch.Tensor:
-        """The selection's misses into their slots. Returns the reports."""
+        """Copies the selection's misses into their slots. Returns the reports."""
         report: torch.Tensor = self._kernels.dsa_install_rows(
             list(selection.parts),
             list(hot.parts),

@@ -1,4 +1,4 @@
-"""Puts the sparse decode offload together for one NPU worker: host pool, runtime, manager, counters."""
+"""Assembles the sparse decode offload of one NPU worker: host pool, runtime, manager, counters."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ class AscendOffload(WorkerOffload):
     """One worker's offload: everything it owns is freed by :meth:`close`.
 
     Args:
-        settings: what the engine runs with, the offload switched on.
+        settings: the engine's, with the offload enabled.
         num_blocks: KV blocks the scheduler hands out. device: this worker's NPU.
-        req_ids: says the batch's request ids, in its order.
+        req_ids: returns the batch's request ids in order.
         npu: torch.npu; scatter: torch_npu.npu_scatter_nd_update_.
     """
 
     _memory: HostMemory
     pool_view: tuple[PoolChoice, Any] | None = None
-    """The last plan's choice, and attention's view of it."""
+    """The last plan's top-k rows and slots, and attention's view of them."""
     graphs: DecodeGraphs | None = None
-    """None where no step can run in a full graph."""
+    """None if no step can run in a full graph."""
     dummy = False
-    """Whether forward passes have requests that don't exist."""
+    """Whether the current forward passes are dummy runs."""
 
     def __init__(
         self,
@@ -133,14 +133,14 @@ class AscendOffload(WorkerOffload):
         )
 
     def host_cache(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """The whole main KV of a layer in host memory: latent and rope, [num_blocks, block_size, 1, D]."""
+        """Returns a layer's whole main KV in host memory: latent and rope, [num_blocks, block_size, 1, D]."""
         return tuple(part.view(self._dtype).unsqueeze(2) for part in self._memory.layers[layer].parts)
 
     def enter(self, layer: int, metadata: Any) -> bool:
-        """A layer is about to run with these metadata: begins the step, or draft pass, that they are of.
+        """Begins the step or draft pass of these metadata when its first layer runs.
 
-        A step's layers have more than one metadata object, but one batch. Draft passes are prepared long
-        before they run, so that only the layer can say when one begins. False for a dummy run: there is
+        A step's layers have several metadata objects but one batch. Draft passes are prepared long before
+        they run, so only the layer can tell when one begins. Returns False for a dummy run, which has
         nothing to attend to.
         """
         if self.graphs is not None and self.graphs.on is not None:
@@ -164,9 +164,9 @@ class AscendOffload(WorkerOffload):
 
     @contextmanager
     def graph(self, metadata: Any, count: int) -> Iterator[bool]:
-        """Around a forward pass over ``count`` tokens that is to run in a full graph, with these metadata.
+        """Wraps a forward pass over ``count`` tokens that is to run in a full graph with these metadata.
 
-        Gives False if it has to run layer by layer: somebody waits for rows that the step writes.
+        Yields False if it must run layer by layer, because another reader waits for the step's rows.
         """
         if self.dummy:
             self.manager.begin_dummy_step()
@@ -179,7 +179,7 @@ class AscendOffload(WorkerOffload):
 
     @contextmanager
     def dummy_run(self) -> Iterator[None]:
-        """Around forward passes of requests that don't exist."""
+        """Wraps forward passes without real requests."""
         self.dummy = True
         try:
             yield
@@ -187,7 +187,8 @@ class AscendOffload(WorkerOffload):
             self.dummy = False
 
     def settle(self) -> None:
-        """Blocks are about to be filled from outside: waits for device and ranks, which may write to them."""
+        """Waits for device and ranks, which may still write to blocks that are about to be filled from
+        outside."""
         self._runtime.current_stream().synchronize()
         self.manager.store.join()
         self.manager.store.await_ranks()
@@ -204,12 +205,12 @@ def open_parts(
     scatter: Any,
     pulls: bool,
 ) -> tuple[HostMemory, PortableRows, Any]:
-    """Host pool, the way its rows are moved, and the AscendC kernels or None: the best that this machine has.
+    """Opens host pool, row copies and AscendC kernels (or None): the best supported by this machine.
 
-    pulls: KV comes from prefill engines, by MemFabric.
+    pulls: KV comes from prefill engines through MemFabric.
 
     Raises:
-        ConfigError: MemFabric is needed and can't be used, or the pool is larger than it may be.
+        ConfigError: MemFabric is required but unusable, or the pool exceeds its limit.
     """
     kernels = load_kernels()
     row_bytes = tuple(n for _, n in layout.components)

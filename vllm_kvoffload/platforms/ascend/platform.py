@@ -1,5 +1,5 @@
-"""vllm-ascend's platform, which knows of the offload: its worker, its attention, its connectors, its
-refusals.
+"""vllm-ascend's platform with the offload: selects worker, attention and connectors, and validates
+options.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PREFILL_BACKEND = "vllm_kvoffload.platforms.ascend.prefill_attention.SharedBuffe
 
 
 class KVOffloadNPUPlatform(NPUPlatform):
-    """Upstream's platform; engines that use nothing of ours run exactly as without this package."""
+    """Upstream's platform; engines that do not use this package's features run unchanged."""
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
-        # Before vLLM asks for the connector's class, which it does early for engines with graphs.
+        # Before vLLM looks up the connector's class, which happens early for engines with graphs.
         name_modules(vllm_config.kv_transfer_config)
         super().apply_config_platform_defaults(vllm_config)
 
@@ -55,10 +55,10 @@ class KVOffloadNPUPlatform(NPUPlatform):
             raise ConfigError("worker_cls", parallel.worker_cls, rule, "leave --worker-cls out")
         settings.choose_scheduler(vllm_config)
         if settings.shared_buffers is not None:
-            # A block's KV outlives its step in the store only, where prefixes are found.
+            # After a step, a block's KV exists only in the store, where prefixes are found.
             vllm_config.cache_config.enable_prefix_caching = False
         if settings.geometry is not None:
-            # In the one spelling that vLLM's model code reads.
+            # Normalised to the spelling that vLLM's model code reads.
             vllm_config.model_config.hf_text_config.index_topk_pattern = settings.geometry.index_topk_pattern
 
     @classmethod

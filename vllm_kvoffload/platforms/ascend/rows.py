@@ -1,8 +1,8 @@
-"""Rows of main KV on an NPU: a latent and a rope tensor each, and two ways to move them from the host.
+"""Rows of main KV on an NPU (a latent and a rope tensor each), and two ways to copy them from the host.
 
-`PortableRows` works with torch alone: rows go through ordinary host memory, and the caller waits.
-`SparseCopyRows` lets MemFabric's copy kernel read and write host memory by address. With the AscendC kernels
-(see `kernels`, `delivery`) decode's rows are moved by those instead.
+`PortableRows` uses torch only: rows pass through ordinary host memory, and the caller waits.
+`SparseCopyRows` lets MemFabric's copy kernel access host memory by address. With the AscendC kernels (see
+`kernels`, `delivery`) decode's rows are copied by those instead.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Scatter = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 
 MAX_PAIR_BYTES = 88 << 10
-"""Of an entry in the first half of a `sparse_copy` and its counterpart in the second one, which MemFabric's
-kernel holds in one buffer of the core. What goes beyond that is not refused."""
+"""Bytes of an entry in the first half of a `sparse_copy` plus its counterpart in the second half, which
+MemFabric's kernel holds in one buffer of the core. Larger pairs are not rejected by it."""
 
 
 class SplitRows:
     """Rows [*shape] in one tensor per component, each [*shape, D].
 
-    `addresses`: of host rows, where the device reads the components.
+    `addresses`: device addresses of the components of host rows.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor], addresses: Sequence[int] = ()) -> None:
@@ -50,7 +50,7 @@ class Misses:
 def flat_misses(
     plan: ops.PlanOut, rows: torch.Tensor, block_table: torch.Tensor, block_size: int, slots: int
 ) -> Misses:
-    """Where a plan's misses are in the host pool, and where they go in a hot pool of ``slots`` a row."""
+    """Returns the misses' positions in the host pool, and in a hot pool of ``slots`` slots a row."""
     count = len(rows)
     places = torch.arange(plan.miss_ids.shape[1])
     wanted = (places < plan.miss_counts[:count, None]) & (rows >= 0)[:, None]
@@ -62,19 +62,19 @@ def flat_misses(
 
 
 def flat_slots(rows: torch.Tensor, slots: torch.Tensor, per_row: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens that have a slot, their flat slots), int64 [n] each."""
+    """Returns (tokens that have a slot, their flat slots), int64 [n] each."""
     tokens = (slots >= 0).nonzero().squeeze(1)
     return tokens, rows[tokens].long() * per_row + slots[tokens]
 
 
 def check_range(what: str, numbers: torch.Tensor, end: int) -> None:
-    """Before an address is made of them. Raises ValueError."""
+    """Checks numbers before they become addresses. Raises ValueError."""
     if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < end:
         raise ValueError(f"{what}: {int(numbers.min())} to {int(numbers.max())}, expected 0 to {end - 1}")
 
 
 class PortableRows:
-    """Rows moved by torch.
+    """Copies rows by torch.
 
     Args:
         row_bytes: of each component. dtype: the model's, in which rows are scattered.
@@ -155,7 +155,7 @@ class PortableRows:
 
 
 class SparseCopyRows(PortableRows):
-    """Rows moved by MemFabric's `offload.sparse_copy`, which takes addresses of both memories.
+    """Copies rows by MemFabric's `offload.sparse_copy`, which takes addresses of both memories.
 
     Args:
         copy: sparse_copy(sources, targets, lengths, count, device): int64, int64, int32 [n] and int32 [1] on

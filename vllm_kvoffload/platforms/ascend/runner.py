@@ -1,4 +1,4 @@
-"""NPU model runner: owns where the main KV lives, and tells the offload what happens to requests."""
+"""NPU model runner: owns the main KV's location, and reports requests to the offload."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ ALIGNMENT = 2 << 20
 
 
 class KVOffloadNPUModelRunner(NPUModelRunner):
-    """vllm-ascend's runner. With offload, the only cache tensors on the device are the indexers'."""
+    """vllm-ascend's runner. With offload, the device holds only the indexers' cache tensors."""
 
     offload: AscendOffload | None = None
 
     @cached_property
     def settings(self) -> EngineSettings:
-        """What the engine runs with. Upstream's worker makes the runner, so that it can't be passed."""
+        """The engine's settings. Not an argument, because upstream's worker creates the runner."""
         return EngineSettings.of(self.vllm_config, "npu")
 
     def initialize_kv_cache_tensors(self, kv_cache_config: Any) -> dict[str, Any]:
-        """Allocates and binds the caches; returns them as connectors register them."""
+        """Allocates and binds the caches; returns them in the form for connectors."""
         if self.settings.offload.enabled:
             return connector_entries(self._initialize_offload(kv_cache_config))
         plan = self.settings.shared_buffers
@@ -61,7 +61,7 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
         return caches
 
     def _initialize_shared(self, plan: BufferPlan, kv_cache_config: Any) -> dict[str, LayerCache]:
-        """Caches of a prefill engine whose layers share memory."""
+        """Allocates the caches of a prefill engine whose layers share memory."""
         num_blocks = kv_cache_config.num_blocks
         specs = self._get_layer_kv_cache_specs(kv_cache_config)
         caches = shared_caches(
@@ -80,7 +80,7 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
         return caches
 
     def _main_cache(self, num_blocks: int) -> tuple[torch.Tensor, ...]:
-        """Latent and rope cache, [num_blocks, block_size, 1, D] each."""
+        """Allocates latent and rope cache, [num_blocks, block_size, 1, D] each."""
         dtype, block_size = self.model_config.dtype, self.cache_config.block_size
         parts = []
         for component in self.settings.model.main_components:
@@ -121,8 +121,8 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
         return caches
 
     def _indexer_cache(self, layout: IndexerLayout | None, num_blocks: int) -> tuple[torch.Tensor, ...]:
-        """Key cache, and scales where keys are quantised, [num_blocks, block_size, 1, D]; () without
-        indexer.
+        """Allocates the key cache, and scales for quantised keys, [num_blocks, block_size, 1, D]; ()
+        without indexer.
         """
         if layout is None:
             return ()
@@ -155,9 +155,9 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
             return super()._dummy_run(*args, **kwargs)
 
     def _model_forward(self, num_tokens_padded: int, *args: Any, **kwargs: Any) -> Any:
-        """Upstream's, around which a step in a full graph is prepared and accounted for.
+        """Calls upstream's; before and after it, prepares and accounts for a step in a full graph.
 
-        Before a graph is captured upstream runs the same without, so that nothing in it is new to the device.
+        Upstream runs the same layers uncaptured first, so that capture finds everything initialised.
         """
         context, offload = get_forward_context(), self.offload
         full = context.cudagraph_runtime_mode == CUDAGraphMode.FULL
@@ -185,7 +185,7 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
         return output
 
     def shutdown(self) -> None:
-        """Upstream's, then frees the pools."""
+        """Calls upstream's, then frees the pools."""
         offload, self.offload = self.offload, None
         try:
             super().shutdown()
@@ -202,9 +202,9 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
 
 
 def bind_offload(impl: Any, offload: AscendOffload, layer: int) -> None:
-    """Lets a layer's attention work on the offload.
+    """Binds the offload to a layer's attention.
 
-    Raises TypeError: the layer was built with another backend than ours.
+    Raises TypeError if the layer was built with another backend.
     """
     if not isinstance(impl, KVOffloadSFAImpl):
         raise TypeError(f"layer {layer} has attention of {type(impl).__name__}, expected KVOffloadSFAImpl")

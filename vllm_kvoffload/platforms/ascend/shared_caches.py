@@ -19,14 +19,14 @@ def shared_caches(
     main_cache: Callable[[], Tensors],
     indexer_cache: Callable[[IndexerLayout], Tensors],
 ) -> dict[str, LayerCache]:
-    """By the name of the layer's attention: layers of one slot of the plan get the same tensors.
+    """Returns caches by the attention's name: layers of one slot of the plan share tensors.
 
     Args:
         layouts: of each layer's indexer cache, None for a layer without. main_cache, indexer_cache: make
             a slot's tensors.
 
     Raises:
-        RuntimeError: layers that are to share memory have other indexer caches.
+        RuntimeError: layers that should share memory have different indexer caches.
     """
     slot_of = {layer.index: plan.slot_of[position] for position, layer in enumerate(plan.layers)}
     mains: dict[int, Tensors] = {}

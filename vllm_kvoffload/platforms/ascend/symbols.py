@@ -1,8 +1,7 @@
-"""Every private name of vLLM and vllm-ascend that this package uses there, checked before it is used.
+"""Every private name of vLLM and vllm-ascend used by the Ascend platform, checked before use.
 
-One table: where it is, what it must look like, why we need it. A release that changed one is refused at
-start-up with its name instead of failing somewhere in a forward pass; the contract tests hold the table to
-the release.
+A table: location, expected shape, and reason. A release that changed an entry is rejected at start-up by
+name instead of failing in a forward pass; the contract tests check the table against the release.
 """
 
 from __future__ import annotations
@@ -19,17 +18,18 @@ from vllm_kvoffload.settings.errors import ConfigError
 DISTRIBUTION = "vllm-ascend"
 OLDEST, TOO_NEW = (0, 23, 0), (0, 24)
 RELEASE = "0.23.0.post1"
-"""What the package was written against and is tested with."""
+"""The release that the package was written against and is tested with."""
 
 Where = Literal["platform", "worker"]
 
 
 @dataclass(frozen=True)
 class Symbol:
-    """A name. `parameters`: those of a function, without self and cls, that must be there, in this order;
-    None for what isn't called or overridden. `fields`: of a dataclass, or attributes of a class.
+    """A name. `parameters`: required parameters of a function in order, without self and cls; None if it
+    is not called or overridden. `fields`: of a dataclass, or attributes of a class.
 
-    `where`: checked when the platform is adopted, or in the worker, where vllm-ascend may be imported whole.
+    `where`: checked when the platform is adopted, or in the worker, where all of vllm-ascend can be
+    imported.
     """
 
     module: str
@@ -156,7 +156,7 @@ SYMBOLS = (
 
 
 def find_problem(symbol: Symbol) -> str:
-    """What is wrong with a symbol in this environment, "" if nothing is."""
+    """Returns the problem with a symbol in this environment, "" if there is none."""
     try:
         found: Any = import_module(symbol.module)
     except Exception as error:
@@ -172,7 +172,7 @@ def find_problem(symbol: Symbol) -> str:
 
 
 def _is_own(symbol: Symbol, owner: Any, name: str) -> bool:
-    """What a class of vLLM would hand down isn't the method that we know."""
+    """Whether the class itself defines the method: one inherited from vLLM is not the expected one."""
     if not inspect.isclass(owner):
         return True
     definer = next(kind for kind in owner.__mro__ if name in vars(kind))
@@ -184,7 +184,7 @@ def _has_field(kind: Any, name: str) -> bool:
 
 
 def _signature_problem(symbol: Symbol, function: Callable[..., Any]) -> str:
-    """Ours must be there in order; what follows them must have defaults, since we don't pass it."""
+    """Our parameters must come first in this order; further ones need defaults, since we do not pass them."""
     assert symbol.parameters is not None
     listed = [p for p in inspect.signature(function).parameters.values() if p.name not in ("self", "cls")]
     names = [p.name for p in listed]
@@ -201,13 +201,13 @@ def _signature_problem(symbol: Symbol, function: Callable[..., Any]) -> str:
 
 
 def problems(symbols: Sequence[Symbol] = SYMBOLS, where: Where | None = None) -> list[str]:
-    """What is wrong with the table in this environment; ``where`` limits it to one part."""
+    """Lists the table's problems in this environment; ``where`` limits it to one part."""
     chosen = (symbol for symbol in symbols if where is None or symbol.where == where)
     return [problem for symbol in chosen if (problem := find_problem(symbol))]
 
 
 def check_symbols(where: Where) -> None:
-    """Refuses a vllm-ascend that lacks something. Raises StartupRefusedError, naming it."""
+    """Rejects a vllm-ascend that lacks a symbol. Raises StartupRefusedError naming it."""
     found = problems(where=where)
     if found:
         rule = f"it is not the release this package knows: {'; '.join(found[:3])}"
@@ -215,7 +215,7 @@ def check_symbols(where: Where) -> None:
 
 
 def check_version(installed: str | None = None) -> None:
-    """Refuses a vllm-ascend of another minor release. Raises StartupRefusedError."""
+    """Rejects a vllm-ascend of another minor release. Raises StartupRefusedError."""
     version = installed or _installed()
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
     if numbers >= OLDEST and numbers[:2] < TOO_NEW:

@@ -20,10 +20,10 @@ logger = get_logger(__name__)
 class KVOffloadNPUWorker(NPUWorker):
     """vllm-ascend's worker with our model runner.
 
-    Under offload it reports to vLLM just the bytes that make vLLM's division come out at the number of
-    blocks that the capacity formula found. The hot pools are part of that formula, so nothing has to be
-    held for them while activations are profiled, and `--kv-cache-memory-bytes` is treated alike. Where
-    layers share prefill buffers, the buffer plan says how many blocks fit.
+    Under offload it reports to vLLM the bytes from which vLLM's division yields the block count of the
+    capacity formula. The formula includes the hot pools, so they need not be reserved during profiling,
+    and `--kv-cache-memory-bytes` is treated the same. With shared prefill buffers, the buffer plan gives
+    the block count.
     """
 
     def init_device(self) -> None:
@@ -51,7 +51,8 @@ class KVOffloadNPUWorker(NPUWorker):
         return plan.logical_bytes
 
     def _check_pages(self) -> None:
-        """vLLM divides by upstream's page sizes: they must be what the geometry says. Raises ConfigError."""
+        """Checks that upstream's page sizes, by which vLLM divides, equal the geometry's. Raises
+        ConfigError."""
         pages = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
         block_size = self.vllm_config.cache_config.block_size
         expected = self.settings.model.bytes_per_token * block_size

@@ -1,4 +1,4 @@
-"""Sparse MLA attention on CPU over whatever :class:`LayerKV` the runner bound to the layer."""
+"""Sparse MLA attention on CPU over the :class:`LayerKV` that the runner bound to the layer."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class CPUSparseMLAImpl(MLAAttentionImpl[SparseMetadata], SharedTopkIndicesBuffer
         self.num_kv_heads = num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_lora_rank: int = mla_args["kv_lora_rank"]
-        self.kv: LayerKV | None = None  # bound by the runner once the caches exist
+        self.kv: LayerKV | None = None  # bound by the runner after the caches are created
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
     def record_logical_topk_ready(self) -> None:
-        """Nothing to record: indexer and attention run on one stream here."""
+        """Does nothing: indexer and attention run on one stream here."""
 
     def do_kv_cache_update(
         self,

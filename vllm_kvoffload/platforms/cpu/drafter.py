@@ -1,4 +1,4 @@
-"""vLLM's MTP proposer, which tells the offload of each draft pass before it runs."""
+"""vLLM's MTP proposer, with a callback to the offload before each draft pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_kvoffload.sparse.step import StepBatch
 
 
 class KVOffloadProposer(EagleProposer):
-    """``before_pass(index, batch)`` is called before draft pass ``index`` of a step, once."""
+    """Calls ``before_pass(index, batch)`` once before draft pass ``index`` of a step."""
 
     before_pass: Callable[[int, StepBatch], None] | None = None
 

@@ -49,7 +49,7 @@ class CPUIndexerBackend(AttentionBackend):
 class CPUIndexerCache(DeepseekV32IndexerCache):
     """Key cache of one indexer, [num_blocks, block_size, index_head_dim].
 
-    It is what an op can find by name, so it also knows the MLA layer it belongs to.
+    Ops can find the cache by name, so it also holds a reference to its MLA layer.
     """
 
     owner: weakref.ref[MultiHeadLatentAttentionWrapper]
@@ -63,7 +63,7 @@ class CPUIndexerCache(DeepseekV32IndexerCache):
 
     @property
     def topk_indices(self) -> torch.Tensor:
-        """int32 [max_tokens, K], shared with attention. vLLM may replace a loaded draft model's."""
+        """int32 [max_tokens, K], shared with attention. vLLM may replace that of a loaded draft model."""
         assert self.mla.indexer is not None
         buffer = self.mla.indexer.topk_indices_buffer
         assert isinstance(buffer, torch.Tensor)
@@ -71,7 +71,7 @@ class CPUIndexerCache(DeepseekV32IndexerCache):
 
     @property
     def choice_is_frozen(self) -> bool:
-        """Whether a later draft of a step reuses the first one's choice, which is in the buffer already."""
+        """Whether a later draft of a step reuses the first one's top-k indices, already in the buffer."""
         return bool(self.mla.skip_topk)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
@@ -89,11 +89,11 @@ class CPUIndexerCache(DeepseekV32IndexerCache):
 
 
 class CPUIndexer(Indexer):
-    """vLLM's indexer with this platform's forward. Parameters and their names stay vLLM's."""
+    """vLLM's indexer with this platform's forward. Parameters and their names are unchanged."""
 
     @staticmethod
     def adopt(mla: MultiHeadLatentAttentionWrapper) -> None:
-        """Turns the indexer of vLLM's MLA layer, and its cache, into ours before any weight is loaded."""
+        """Changes the class of an MLA layer's indexer and its cache to ours, before weights are loaded."""
         indexer = mla.indexer
         assert isinstance(indexer, Indexer)
         indexer.__class__ = CPUIndexer
@@ -106,7 +106,7 @@ class CPUIndexer(Indexer):
         cache.dtype = dtype
         cache.owner = weakref.ref(mla)
 
-    def forward(  # type: ignore[override]  # called by our MLA layer only
+    def forward(  # type: ignore[override]  # called only by our MLA layer
         self,
         hidden_states: torch.Tensor,
         qr: torch.Tensor,
@@ -114,7 +114,8 @@ class CPUIndexer(Indexer):
         rotary_emb: Any,
         k_pe: torch.Tensor,
     ) -> torch.Tensor:
-        """Writes the choice into the shared buffer; returns ``k_pe``, which must not be used before that."""
+        """Writes the top-k indices to the shared buffer; returns ``k_pe``, which must not be used before
+        that."""
         q = self.wq_b(qr)[0].view(-1, self.n_head, self.head_dim)
         kw = self.wk_weights_proj(hidden_states)[0]
         k = self.k_norm(kw[:, : self.head_dim])
@@ -128,7 +129,7 @@ class CPUIndexer(Indexer):
 
 
 def gather_keys(cache: torch.Tensor, batch: StepBatch, request: int) -> torch.Tensor:
-    """[seq_len, D] keys of one request, from its blocks."""
+    """Gathers the keys [seq_len, D] of one request from its blocks."""
     length = int(batch.seq_lens[request])
     blocks = batch.block_table[request, : -(-length // batch.block_size)].long()
     return cache.index_select(0, blocks).flatten(0, 1)[:length]
@@ -137,14 +138,14 @@ def gather_keys(cache: torch.Tensor, batch: StepBatch, request: int) -> torch.Te
 def sparse_indexer(
     q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, k_pe: torch.Tensor, prefix: str
 ) -> torch.Tensor:
-    """Caches the step's keys and writes every query token's choice into the indexer's shared buffer.
+    """Caches the step's keys and writes every query token's top-k indices to the indexer's shared buffer.
 
-    The buffer, int32 [max_tokens, K], gets request-local positions in ascending order, -1 padded.
+    The buffer, int32 [max_tokens, K], receives request-local positions in ascending order, padded with -1.
 
     Args:
         q: [T, H, D]; k: [T, D]; weights: fp32 [T, H].
-        k_pe: any tensor that attention reads; a copy of it is returned (see the ``mla`` module).
-        prefix: the indexer's name, with which its cache is found in vLLM's forward context.
+        k_pe: any tensor that attention reads; a copy is returned (see the ``mla`` module).
+        prefix: the indexer's name, by which its cache is found in vLLM's forward context.
     """
     metadata, layer, _, slot_mapping = get_attention_context(f"{prefix}.k_cache")
     if metadata is None or slot_mapping is None:
@@ -163,14 +164,14 @@ def sparse_indexer(
 def choose(
     q: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, batch: StepBatch, topk_indices: torch.Tensor
 ) -> None:
-    """Top-k choice of every query token of a step, into the first T rows of ``topk_indices``."""
+    """Writes the top-k indices of a step's query tokens to the first T rows of ``topk_indices``."""
     topk, computed = topk_indices.shape[1], batch.computed
     for n in range(batch.num_requests):
         start, stop = int(batch.query_start_loc[n]), int(batch.query_start_loc[n + 1])
         if start == stop:
             continue
         if batch.seq_lens[n] <= topk:
-            scores = torch.empty((stop - start, int(batch.seq_lens[n])))  # all are chosen, no scores needed
+            scores = torch.empty((stop - start, int(batch.seq_lens[n])))  # all are chosen
         else:
             scores = indexer_scores(q[start:stop], weights[start:stop], gather_keys(cache, batch, n))
         select_topk(scores, int(computed[n]), topk, topk_indices[start:stop])
@@ -183,7 +184,7 @@ def sparse_indexer_fake(
     k_pe: torch.Tensor,
     prefix: str,  # noqa: ARG001
 ) -> torch.Tensor:
-    """What torch.compile needs to know of :func:`sparse_indexer`: the result's shape."""
+    """Shape function of :func:`sparse_indexer` for torch.compile."""
     return k_pe.new_empty(k_pe.shape)
 
 

@@ -20,12 +20,12 @@ def _block(tokens: int, bytes_per_token: int) -> int:
 def sparse_mla_attend(
     q: torch.Tensor, rows: torch.Tensor, indices: torch.Tensor, scale: float, value_width: int
 ) -> torch.Tensor:
-    """Multi-query attention of every token over its own choice of rows.
+    """Multi-query attention of every token over its own rows.
 
     Args:
-        q: [T, H, D] query, already multiplied into the latent space (nope part first, rope last).
+        q: [T, H, D] query, already projected into the latent space (nope part first, rope last).
         rows: [N, D] flat key rows; the first ``value_width`` columns are also the value.
-        indices: int [T, K] row of every chosen position, -1 where there is none.
+        indices: int [T, K] row of every chosen position, -1 for none.
         scale: softmax scale.
         value_width: V, the latent width.
 
@@ -41,7 +41,7 @@ def sparse_mla_attend(
         index = indices[start:stop].long()
         missing = index < 0
         keys = rows.index_select(0, index.clamp(min=0).flatten()).view(stop - start, topk, width).float()
-        # What stands in for a missing row may be another request's: weight 0 would not hide its NaN.
+        # A missing row's placeholder may be another request's: weight 0 would not hide its NaN.
         if bool(missing.any()):
             keys.masked_fill_(missing.unsqueeze(-1), 0.0)
         scores = torch.matmul(q[start:stop].float(), keys.transpose(1, 2)) * scale
@@ -75,7 +75,7 @@ def indexer_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -
 
 
 def select_topk(scores: torch.Tensor, first_position: int, topk: int, out: torch.Tensor) -> None:
-    """The ``topk`` best causal positions of every query token, ties broken towards the lower position.
+    """Selects the ``topk`` best causal positions of every query token; ties go to the lower position.
 
     Args:
         scores: fp32 [T, S], S >= first_position + T; overwritten.

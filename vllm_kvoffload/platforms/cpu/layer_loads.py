@@ -1,7 +1,7 @@
-"""Waiting for a layer's KV to come, and its memory to be free, before anything of the layer touches it.
+"""Waits until a layer's KV is loaded and its memory is free, before the layer reads or writes it.
 
-vLLM's own hook comes with the attention op: after the indexer has read its keys, and after the layer's new
-rows were written. Where layers share memory both are too late.
+vLLM's own hook runs in the attention op, after the indexer has read its keys and the layer's new rows were
+written. With shared layer memory that is too late.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vllm_kvoffload.sparse.paged import PagedKV
 
 
 def await_layer(name: str) -> None:
-    """Waits for the connector, if it is one that needs this. name: of any module of the layer."""
+    """Waits for the connector if it requires this. name: of any module of the layer."""
     if not has_kv_transfer_group():
         return
     connector = get_kv_transfer_group()
@@ -22,7 +22,7 @@ def await_layer(name: str) -> None:
 
 
 class AwaitedKV(PagedKV):
-    """A paged cache whose memory may be another layer's until the connector says otherwise."""
+    """A paged cache whose memory may hold another layer until the connector reports otherwise."""
 
     def __init__(self, cache: torch.Tensor, layer_name: str) -> None:
         super().__init__(cache)

@@ -1,4 +1,4 @@
-"""Attention metadata of the CPU platform: one step's batch, for main attention and indexer alike."""
+"""Attention metadata of the CPU platform: one step's batch, for main attention and indexer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from vllm_kvoffload.sparse.step import StepBatch
 
 @dataclass
 class SparseMetadata(AttentionMetadata):
-    """A :class:`StepBatch` in the shape vLLM's MLA layer expects.
+    """A :class:`StepBatch` in the form that vLLM's MLA layer expects.
 
-    Every token takes the top-k path, so vLLM is told that all of them are decode tokens.
+    Every token takes the top-k path, so all are declared as decode tokens to vLLM.
     """
 
     batch: StepBatch

@@ -1,11 +1,11 @@
-"""Out-of-tree MLA layer: runs a model's indexer on CPU, in an order that torch.compile can't change.
+"""Out-of-tree MLA layer: runs a model's indexer on CPU, in an order that torch.compile cannot change.
 
-vLLM's own ``Indexer`` quantises to FP8 with a Triton-only kernel. Its weights and their names stay; only
-the class of the two instances changes, so that forward, cache spec and backend become ours.
+vLLM's own ``Indexer`` quantises to FP8 with a Triton-only kernel. Its weights and names are kept; only the
+class of two instances (indexer and cache) is replaced, so that forward, cache spec and backend are ours.
 
-The indexer hands its choice to attention through a buffer that the compiled graph doesn't see as an input of
-attention. Inductor is free to move or copy back a mutation that nobody in the graph reads, so the indexer op
-returns the layer's rope keys, which attention does read: the graph then says what must come first.
+The indexer passes its top-k indices to attention through a buffer that the compiled graph does not know as
+an input of attention. Inductor may move or copy back a mutation without a reader in the graph, so the
+indexer op returns the layer's rope keys, which attention does read: this dependency fixes the order.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class CPUMultiHeadLatentAttention(MultiHeadLatentAttentionWrapper):
         hidden_states: torch.Tensor,
         llama_4_scaling: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, hidden_size] to [T, hidden_size]. Layers without an indexer of their own run vLLM's code.
+        """[T, hidden_size] to [T, hidden_size]. Layers without an indexer run vLLM's code.
 
         An MTP layer's `skip_topk` changes between the drafts of a step. The indexer op reads it: a branch
-        here would be decided for good when the model is compiled.
+        here would be fixed when the model is compiled.
         """
         if self.indexer is None or self.q_lora_rank is None or llama_4_scaling is not None:
             return super().forward(positions, hidden_states, llama_4_scaling)

@@ -1,4 +1,4 @@
-"""Puts the sparse decode offload together for one CPU worker: capacity, host pool, runtime, manager."""
+"""Assembles the sparse decode offload of one CPU worker: capacity, host pool, runtime, manager."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CPUOffload(WorkerOffload):
 
     Args:
         vllm_config: the engine's configuration.
-        settings: what the engine runs with, the offload switched on.
+        settings: the engine's, with the offload enabled.
         num_blocks: KV blocks the scheduler hands out.
     """
 
@@ -66,7 +66,7 @@ class CPUOffload(WorkerOffload):
         )
 
     def host_cache(self, layer: int, dtype: torch.dtype) -> torch.Tensor:
-        """The whole main KV of a layer in host memory, [num_blocks, 1, block_size, D]."""
+        """Returns a layer's whole main KV in host memory, [num_blocks, 1, block_size, D]."""
         return self._host_layer(layer).view(dtype).unsqueeze(1)
 
     def _host_layer(self, layer: int) -> torch.Tensor:

