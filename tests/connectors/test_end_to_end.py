@@ -45,18 +45,18 @@ PULLED = "vllm:external_prefix_cache_hits_total"  # tokens
 BLOCK = 64
 SPOILED = """
 from pathlib import Path
-from vllm_kvoffload.connectors.sfa_remote_d2h import consumer
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Peer
 
-shares = consumer.Consumer._shares
+shares = Peer.shares
 
 
-def spoiled(self, peer, pairs):
-    main, indexer = shares(self, peer, pairs)
+def spoiled(self, *arguments):
+    main, indexer = shares(self, *arguments)
     without = Path({flag!r}).read_text()
     return () if "main" in without else main, () if "indexer" in without else indexer
 
 
-consumer.Consumer._shares = spoiled
+Peer.shares = spoiled
 """
 
 
