@@ -34,13 +34,13 @@ def plant(folder: str) -> None:
 
     make = store.make_store
 
-    def make_faulty(backend: str, options: Any, *, role: str, **more: Any) -> FaultyStore:
+    def make_faulty(backend: str, *, role: str, **more: Any) -> FaultyStore:
         if backend == "memcache":
             sys.path.append(str(Path(__file__).parents[1]))
             import hostsim
 
             hostsim.activate()
-        return FaultyStore(make(backend, options, role=role, **more), role, Path(folder))
+        return FaultyStore(make(backend, role=role, **more), role, Path(folder))
 
     store.make_store = make_faulty
     defaults = list(Limits.__init__.__defaults__)
