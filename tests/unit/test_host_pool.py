@@ -609,11 +609,11 @@ class TestMemory:
         program = (
             "import resource, sys\n"
             "from vllm_kvoffload.store import make_store\n"
-            "from vllm_kvoffload.settings.offload import ConfigError\n"
+            "from vllm_kvoffload.settings.errors import ConfigError\n"
             "from vllm_kvoffload.trace import TraceError, TraceHeader, TraceWriter\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, -1))\n"
             "try:\n"
-            "    make_store('local', {'local_dram_size_GB': 0.01}, role='owner', instance='rlimit')\n"
+            "    make_store('local', local_bytes=10737418, role='owner', instance='rlimit')\n"
             "except ConfigError as error:\n"
             "    print(error)\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (10, -1))\n"

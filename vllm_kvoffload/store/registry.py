@@ -47,7 +47,7 @@ def make_store(
         except SegmentError as error:
             wrong = isinstance(error, SegmentFileError)
             fix = "do as the message says" if wrong else "make it smaller, or free memory"
-            raise ConfigError("local_dram_size_GB", local_bytes / GIB, str(error), fix) from error
+            raise ConfigError("local_dram_size_GB", round(local_bytes / GIB, 6), str(error), fix) from error
     if backend == "memcache":
         from vllm_kvoffload.store.memcache import MemcacheStore
 
