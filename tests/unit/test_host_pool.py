@@ -24,18 +24,17 @@ import torch
 
 from vllm_kvoffload.memory import segment as segment_module
 from vllm_kvoffload.memory.limits import MemoryLimit
-from vllm_kvoffload.memory.segment import SharedSegment, remove_stale_segments
-from vllm_kvoffload.sparse.host_pool import (
-    HostPool,
-    HostPoolLayout,
-    MemoryRange,
+from vllm_kvoffload.memory.segment import (
     SegmentAttachError,
     SegmentClosedError,
     SegmentError,
     SegmentFileError,
     SegmentLayoutError,
     SegmentMemoryError,
+    SharedSegment,
+    remove_stale_segments,
 )
+from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout, MemoryRange
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -18,25 +18,10 @@ import torch
 
 from vllm_kvoffload.memory.limits import MemoryLimit
 from vllm_kvoffload.memory.segment import (
-    SegmentAttachError,
-    SegmentClosedError,
-    SegmentError,
-    SegmentLayoutError,
     SegmentMemoryError,
     SharedSegment,
     align_up,
 )
-
-__all__ = [
-    "HostPool",
-    "HostPoolLayout",
-    "MemoryRange",
-    "SegmentAttachError",
-    "SegmentClosedError",
-    "SegmentError",
-    "SegmentLayoutError",
-    "SegmentMemoryError",
-]
 
 # Pinning 512 GiB or more in one call fails in drivers.
 MAX_CHUNK_BYTES = 64 << 30
