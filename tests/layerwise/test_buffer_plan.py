@@ -7,14 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvoffload.geometry import KVGeometry
-from vllm_kvoffload.layerwise.buffer_plan import (
-    BufferOptions,
-    CacheLayer,
-    geometry_layers,
-    parse_buffer_options,
-    plan_buffers,
-)
+from vllm_kvoffload.layerwise.buffer_plan import CacheLayer, geometry_layers, plan_buffers
 from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.settings.store import BufferOptions, parse_buffer_options
 
 
 def equal_layers(count: int) -> list[CacheLayer]:

@@ -249,7 +249,7 @@ PLANTED = {
         setup=compact,
     ),
     "compact: plans are reused too early": Planted(
-        before(CompactDelivery, "plan", lambda self, *_: [users.clear() for users in self._plan_users]),
+        before(CompactDelivery, "_plan", lambda self, *_: [users.clear() for users in self._plan_users]),
         setup=compact,
     ),
     "compact: nothing is installed": Planted(disabled(ops, "dsa_install"), setup=compact),
