@@ -327,9 +327,9 @@ def test_a_reset_succeeds_within_a_lease(servers):
     for engine in (servers.prefill[0], servers.decode[0]):
         wait_for(lambda: reset(engine), LEASE_S, "no reset")  # noqa: B023
     assert servers.ask(body).cached_tokens == 0
-    with socket.socket() as nobody:
-        nobody.bind((HOST, 0))
-        params = {"do_remote_decode": True, "remote_host": HOST, "remote_port": nobody.getsockname()[1]}
+    with socket.socket() as unserved:
+        unserved.bind((HOST, 0))
+        params = {"do_remote_decode": True, "remote_host": HOST, "remote_port": unserved.getsockname()[1]}
         params |= {"remote_tp_size": 1, "remote_cached_tokens": 0}
         post(servers.prefill[0].port, {**body, "max_tokens": 1, "kv_transfer_params": params})
         assert not reset(servers.prefill[0])

@@ -441,7 +441,9 @@ def test_a_refusal_may_come_before_the_request():
     assert world.failed == {early: "no"}
     assert later in world.wanted
     world.stranger(Declined("x", world.secret, "early", prompt, "of another rank", "d"))
-    assert not world.consumers[0]._declines, "what is said after the end is not kept for the next"
+    assert not world.consumers[0]._declines, (
+        "a decline that arrives after the end is not kept for the next request"
+    )
 
 
 def test_refusals_of_unknown_requests_are_bounded():
