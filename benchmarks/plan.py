@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.baselines import ExactLru
+from benchmarks.baselines import ExactLRU
 from benchmarks.measure import interleave
 from benchmarks.registry import Row, higher_is_better, lower_is_better
 from benchmarks.streams import scored_stream, turnover_stream
@@ -41,10 +41,10 @@ STREAMS = 16  # independent streams; rows beyond share them, each with its ids s
 Ids = npt.NDArray[np.int32]
 
 
-def spread(streams: list[Ids], num_rows: int = ROWS) -> Ids:
-    """[steps, num_rows, TOPK] from fewer streams: shifted ids fall in other sets."""
+def spread(streams: list[Ids], num_partitions: int = ROWS) -> Ids:
+    """[steps, num_partitions, TOPK] from fewer streams: shifted ids fall in other sets."""
     rows = []
-    for row in range(num_rows):
+    for row in range(num_partitions):
         ids = streams[row % len(streams)]
         rows.append((ids + row // len(streams) * 997) % CONTEXT if row >= len(streams) else ids)
     return np.ascontiguousarray(np.stack(rows, axis=1))
@@ -54,15 +54,15 @@ class PlanContender:
     """dsa_plan on its own residency."""
 
     def __init__(self, policy: str, slots: int, steps: Ids, *, compact: bool = False) -> None:
-        num_rows = steps.shape[1]
+        num_partitions = steps.shape[1]
         self.steps = [torch.from_numpy(step) for step in steps]
-        self.residency = ops.Residency.allocate(num_rows, slots, policy=policy)
-        self.out = ops.PlanOut(num_rows, num_rows, TOPK, 1, compact=compact)
+        self.residency = ops.Residency.allocate(num_partitions, slots, policy=policy)
+        self.out = ops.PlanOut(num_partitions, num_partitions, TOPK, 1, compact=compact)
         self.workspace = ops.Workspace()
-        self.starts = torch.arange(num_rows + 1, dtype=torch.int32)
-        self.rows = torch.arange(num_rows, dtype=torch.int32)
+        self.starts = torch.arange(num_partitions + 1, dtype=torch.int32)
+        self.rows = torch.arange(num_partitions, dtype=torch.int32)
         self.lengths = [
-            torch.full((num_rows,), CONTEXT + i + 1, dtype=torch.int32) for i in range(len(steps))
+            torch.full((num_partitions,), CONTEXT + i + 1, dtype=torch.int32) for i in range(len(steps))
         ]
 
     def __call__(self, index: int) -> None:
@@ -82,12 +82,12 @@ class PlanContender:
         return float(100 * hits / (hits + misses))
 
 
-class LruContender:
+class LRUContender:
     """The exact LRU baseline."""
 
     def __init__(self, slots: int, steps: Ids) -> None:
         self.steps = steps
-        self.lru = ExactLru(ROWS, slots, TOPK, CONTEXT + len(steps))
+        self.lru = ExactLRU(ROWS, slots, TOPK, CONTEXT + len(steps))
         self.stable = [np.full(ROWS, CONTEXT + i, np.int32) for i in range(len(steps))]
 
     def __call__(self, index: int) -> None:
@@ -98,13 +98,13 @@ class LruContender:
         return 100 - 100 * float(self.lru.miss_counts.sum()) / (ROWS * TOPK)
 
 
-def microseconds_per_row(seconds: float, num_rows: int = ROWS) -> float:
-    return seconds * 1e6 / num_rows
+def microseconds_per_row(seconds: float, num_partitions: int = ROWS) -> float:
+    return seconds * 1e6 / num_partitions
 
 
 def against_lru(slots: int, steps: Ids) -> Iterator[Row]:
     plans = {policy: PlanContender(policy, slots, steps) for policy in ops.POLICIES}
-    lru = LruContender(slots, steps)
+    lru = LRUContender(slots, steps)
     contenders: dict[str, Callable[[int], object]] = {policy: plans[policy] for policy in ops.POLICIES}
     contenders |= {"lru": lru, "compact": PlanContender(ops.DEFAULT_POLICY, slots, steps, compact=True)}
     cost = interleave(contenders, WARM_UP, ROUNDS)
@@ -132,11 +132,11 @@ def flat_in_p(steps: Ids) -> Iterator[Row]:
         f"p{slots}": PlanContender(ops.DEFAULT_POLICY, slots, steps) for slots in POOLS
     }
     cost = interleave(contenders, WARM_UP, ROUNDS)
-    num_rows = steps.shape[1]
-    smallest = microseconds_per_row(cost[f"p{POOLS[0]}"], num_rows)
+    num_partitions = steps.shape[1]
+    smallest = microseconds_per_row(cost[f"p{POOLS[0]}"], num_partitions)
     for slots in POOLS[1:]:
-        value = microseconds_per_row(cost[f"p{slots}"], num_rows)
-        yield lower_is_better(f"plan/flat_in_p/p{slots}/rows{num_rows}", value, "us/row", smallest)
+        value = microseconds_per_row(cost[f"p{slots}"], num_partitions)
+        yield lower_is_better(f"plan/flat_in_p/p{slots}/rows{num_partitions}", value, "us/row", smallest)
 
 
 def run() -> Iterator[Row]:
@@ -147,5 +147,5 @@ def run() -> Iterator[Row]:
         yield from against_lru(slots, scored)
     rngs = [np.random.default_rng(1000 + i) for i in range(STREAMS)]
     turnover = [turnover_stream(rng, total, CONTEXT, TOPK) for rng in rngs]
-    for num_rows in (ROWS, 8):
-        yield from flat_in_p(spread(turnover, num_rows))
+    for num_partitions in (ROWS, 8):
+        yield from flat_in_p(spread(turnover, num_partitions))

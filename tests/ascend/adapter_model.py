@@ -31,14 +31,14 @@ from vllm_kvoffload.platforms.ascend.kernels import KernelRows
 from vllm_kvoffload.platforms.ascend.offload import AscendOffload
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows, SplitRows
 from vllm_kvoffload.platforms.ascend.runner import bind_offload
-from vllm_kvoffload.runtime import CpuRuntime, DelayPlan
-from vllm_kvoffload.runtime.npu import NpuRuntime
+from vllm_kvoffload.runtime import CPURuntime, DelayPlan
+from vllm_kvoffload.runtime.npu import NPURuntime
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.manager import SparseKVManager
 
 from simulated_device import NPU, device_op, on_npu, plain  # isort: skip
-from simulated_npu import SimulatedNpu, scatter_nd_update, sparse_copy  # isort: skip
+from simulated_npu import SimulatedNPU, scatter_nd_update, sparse_copy  # isort: skip
 
 HIDDEN, HEADS, Q_LORA, LATENT, ROPE, NOPE, VALUE = 48, 4, 32, 64, 16, 24, 24
 INDEX_HEADS, INDEX_DIM, TOPK, BLOCK, SLOTS, BLOCKS, MAX_LEN = 8, 32, 32, 16, 64, 24, 128
@@ -62,7 +62,7 @@ class Setup:
     delivery: str = "in_place"
     drafts: int = 0
     slots: int = SLOTS
-    kernels: Callable[[SimulatedNpu], Any] | None = None
+    kernels: Callable[[SimulatedNPU], Any] | None = None
     kinds: tuple[str, ...] = TYPES
     seqs: int = 2
 
@@ -280,7 +280,7 @@ class Adapter:
     def __init__(
         self, setup: Setup, rank: int = 0, ranks: Ranks = ALONE, host: Sequence[SplitRows] | None = None
     ) -> None:
-        self.setup, self.npu = setup, SimulatedNpu()
+        self.setup, self.npu = setup, SimulatedNPU()
         buffer = setup.put(torch.zeros((96, TOPK), dtype=torch.int32))
         layers = range(len(setup.types))
         self.impls = [make_impl(layer, buffer, setup, rank, ranks) for layer in layers]
@@ -325,7 +325,7 @@ class Adapter:
                 host.append(SplitRows(parts, [part.data_ptr() for part in parts]))
         self.host = host
         delays = None if setup.seed is None else DelayPlan(setup.seed, max_ms=3)
-        self.runtime = NpuRuntime(self.npu, 0, CpuRuntime(delays))
+        self.runtime = NPURuntime(self.npu, 0, CPURuntime(delays))
         planning = None
         if self.kernels is not None:
             planning = device_planning(self.kernels, setup.device, geometry, config, MAX_LEN // BLOCK)

@@ -175,7 +175,7 @@ def test_same_outputs_with_a_prefix_that_is_written_in_the_same_step(name: str) 
     made = make_step({"a": (0, 40), "b": (32, 1)})
     made["blocks"][1, :2] = made["blocks"][0, :2]
     outputs = [adapter.run(made) for adapter in adapters]
-    assert adapters[1].manager.step.decode_late
+    assert adapters[1].manager.step.decode_prefix_in_step
     assert differences([outputs[1]], [outputs[0]]) == []
     for adapter in adapters:
         adapter.close()
@@ -263,14 +263,14 @@ def hold_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         write(*args)
 
     monkeypatch.setattr(PortableRows, "host_write", late)
-    monkeypatch.setattr("vllm_kvoffload.sparse.host_store.HostStore.join", lambda _: None)
+    monkeypatch.setattr("vllm_kvoffload.sparse.host_rows.HostRows.join", lambda _: None)
     return written
 
 
 def test_control_a_rank_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the wait for rank 0's writes another rank reads rows that aren't there yet."""
     written = hold_writes(monkeypatch)
-    monkeypatch.setattr("vllm_kvoffload.sparse.host_store.HostStore.await_own_writes", lambda *_: None)
+    monkeypatch.setattr("vllm_kvoffload.sparse.host_rows.HostRows.await_own_writes", lambda *_: None)
     found = run_ranks(PORTABLE, 2, 6, written.set)
     assert differences(found[1], run_ranks(Setup(), 2, 6)[1])
 
@@ -318,7 +318,7 @@ def test_a_plan_is_made_once_in_a_group_and_followers_are_fetched_ahead() -> Non
     adapter.kernels.calls.clear()
     adapter.run(make_step(STEPS[3]))
     owner = ["dsa_plan", "dsa_serve_rows", "dsa_serve_rows"]  # own rows, then the follower's misses
-    adapter.manager.store.join()
+    adapter.manager.host_rows.join()
     calls, write = adapter.kernels.calls, "host_write_rows"  # by a thread, at any point
     assert calls.count(write) == len(TYPES)
     assert [call for call in calls if call != write] == [*owner, "dsa_serve_rows"] * 2
@@ -386,7 +386,7 @@ def test_control_a_wrong_host_row(name: str) -> None:
     adapter = Adapter(SETUPS[name])
     different = False
     for found, right in zip(adapter.run_all(), expected, strict=True):
-        adapter.manager.store.join()
+        adapter.manager.host_rows.join()
         adapter.caches[1][1].view(-1)[:] += 1.0  # rope parts of layer 1, in host memory
         different |= bool(differences([found], [right]))
     assert different

@@ -111,7 +111,7 @@ def differences(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list
 
 
 def host_pool(adapter: Adapter) -> list[torch.Tensor]:
-    adapter.manager.store.join()
+    adapter.manager.host_rows.join()
     return [part for rows in adapter.host for part in rows.parts]
 
 
@@ -179,7 +179,7 @@ def test_capture_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(engine.graphs) == len(SIZES)
     assert not any(graph.replays for graph in engine.graphs)
     assert set(counters(engine.adapter).values()) == {0}
-    assert manager.rows.live == ()
+    assert manager.partitions.live == ()
     assert all(bool((plain(pool.residency.tags) == -1).all()) for pool in manager.hot.groups)
     assert not any(bool(part.any()) for part in host_pool(engine.adapter))
     engine.close()
@@ -217,7 +217,7 @@ def test_the_next_step_waits_for_what_a_graph_writes(monkeypatch: pytest.MonkeyP
     in_graphs(engine, 1)
     engine.adapter.npu.busy = True
     engine.run(make_step(STEPS[1]))
-    written = engine.adapter.manager.store._written
+    written = engine.adapter.manager.host_rows._written
     assert len(written) == 4
     assert not any(event.query() for event in written if event is not None)
     engine.adapter.npu.busy = False
@@ -269,7 +269,7 @@ def test_a_replay_that_failed_half_way_can_run_again(monkeypatch: pytest.MonkeyP
                 with pytest.raises(OSError, match="planted"):
                     engine.run(make_step(step))
             manager = engine.adapter.manager
-            assert manager.delivery.unserved == {pool.group.index for pool in manager.hot.groups}
+            assert manager.delivery.partly_served == {pool.group.index for pool in manager.hot.groups}
         if number == 4:
             with monkeypatch.context() as broken:
                 broken.setattr(engine.adapter.impls[2], "_attend", lambda *_: 1 / 0)
@@ -363,7 +363,7 @@ def test_control_counters_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("what", ["decode_slots", "decode_rows"])
+@pytest.mark.parametrize("what", ["decode_slots", "decode_partitions"])
 def test_control_padding_with_what_is_a_requests(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, padded = Engine(SETUP, monkeypatch), StepState.padded
 

@@ -29,7 +29,7 @@ class Shape:
     compact: bool = False
 
     @property
-    def num_rows(self) -> int:
+    def num_partitions(self) -> int:
         return self.rows or self.requests + 1
 
     @property
@@ -37,7 +37,7 @@ class Shape:
         return self.requests * self.max_query + 2
 
     def residency(self) -> Residency:
-        return Residency.allocate(self.num_rows, self.sets * self.ways, self.ways, self.policy)
+        return Residency.allocate(self.num_partitions, self.sets * self.ways, self.ways, self.policy)
 
     def plan_out(self) -> PlanOut:
         return PlanOut(self.max_tokens, self.requests, self.width, self.max_query, compact=self.compact)
@@ -49,7 +49,7 @@ class Shape:
             tokens,
             self.width,
             self.max_query,
-            self.num_rows,
+            self.num_partitions,
             self.sets,
             self.ways,
             POLICIES.index(self.policy),
@@ -131,7 +131,7 @@ def make_step(
 ) -> Step:
     """One step: rows in any order, some requests without a row or without tokens, drafts accepted or not.
     ``whole``: every request has a row and all its query tokens."""
-    rows = rng.permutation(shape.num_rows)[: shape.requests].astype(np.int32)
+    rows = rng.permutation(shape.num_partitions)[: shape.requests].astype(np.int32)
     if not whole:
         rows[rng.random(shape.requests) < 0.1] = -1
     topk, starts, seq_lens = [], [0], []

@@ -20,7 +20,7 @@ SEEDS = range(6)
 @contextmanager
 def delayed(engine, seed: int, max_ms: float) -> Iterator[None]:
     """Random delays on an engine that already runs."""
-    lanes = [stream._stream._lane for stream in (engine.manager.store, engine.manager.prefill)]
+    lanes = [stream._stream._lane for stream in (engine.manager.host_rows, engine.manager.prefill)]
     for lane in lanes:
         lane._delays = DelayPlan(seed, max_ms)
     try:
@@ -40,14 +40,14 @@ def late_engine(lab):
 def seen_late(late_engine, monkeypatch):
     """(query length, late) of every request whose prefix was late."""
     seen = []
-    original = late_engine.manager._late_requests
+    original = late_engine.manager._prefixes_in_step
 
     def watched(batch, *args):
         late = original(batch, *args)
         seen.extend(int(length) for length in batch.query_lens[late])
         return late
 
-    monkeypatch.setattr(late_engine.manager, "_late_requests", watched)
+    monkeypatch.setattr(late_engine.manager, "_prefixes_in_step", watched)
     return seen
 
 
@@ -75,14 +75,14 @@ def test_prefix_of_the_same_step_under_delays(lab, late_engine, seen_late):
 
 @pytest.mark.parametrize("which", ["prefill", "decode"])
 def test_control_late_readers_that_do_not_wait(lab, late_engine, monkeypatch, which):
-    original = late_engine.manager._late_requests
+    original = late_engine.manager._prefixes_in_step
 
     def careless(batch, *args):
         late = original(batch, *args)
         late &= (batch.query_lens == 1) == (which == "prefill")
         return late
 
-    monkeypatch.setattr(late_engine.manager, "_late_requests", careless)
+    monkeypatch.setattr(late_engine.manager, "_prefixes_in_step", careless)
     assert _wrong_seeds(lab, late_engine) != []
 
 
@@ -96,7 +96,7 @@ def test_preemption(lab, pool):
 
 def test_preempted_requests_hold_no_row(lab):
     under_test = lab.engine(offload=OFFLOAD, **WORKLOADS["preempted"].options)
-    scheduler, rows = under_test.scheduler, under_test.manager.rows
+    scheduler, rows = under_test.scheduler, under_test.manager.partitions
     waiting = []
 
     def check(_step, _outcomes):

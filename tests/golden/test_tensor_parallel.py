@@ -57,7 +57,7 @@ def communicator_name(worker):  # noqa: ARG001
 
 def forget_what_the_layer_wrote(worker, layer):
     manager = worker.model_runner.offload.manager
-    begin_draft, store = manager.begin_draft, manager.store
+    begin_draft, store = manager.begin_draft, manager.host_rows
 
     def careless(*args):
         written, store._written[layer] = store._written[layer], None
@@ -68,7 +68,7 @@ def forget_what_the_layer_wrote(worker, layer):
 
 
 def forget_the_barrier(worker):
-    worker.model_runner.offload.manager.store._barrier = None
+    worker.model_runner.offload.manager.host_rows._barrier = None
 
 
 @pytest.fixture

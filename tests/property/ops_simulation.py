@@ -21,12 +21,14 @@ class Pools:
         self.shape = shape
         self.blocks_per_row = 64
         self.host = torch.zeros(
-            (shape.num_rows * self.blocks_per_row, BLOCK_SIZE, ROW_BYTES), dtype=torch.uint8
+            (shape.num_partitions * self.blocks_per_row, BLOCK_SIZE, ROW_BYTES), dtype=torch.uint8
         )
-        self.hot = torch.full((shape.num_rows, shape.slots_per_row, ROW_BYTES), 255, dtype=torch.uint8)
+        self.hot = torch.full(
+            (shape.num_partitions, shape.slots_per_partition, ROW_BYTES), 255, dtype=torch.uint8
+        )
         rng = np.random.default_rng(3)
-        self.tables = rng.permutation(self.host.shape[0]).reshape(shape.num_rows, -1).astype(np.int32)
-        self.truth: list[dict[int, int]] = [{} for _ in range(shape.num_rows)]  # id -> version
+        self.tables = rng.permutation(self.host.shape[0]).reshape(shape.num_partitions, -1).astype(np.int32)
+        self.truth: list[dict[int, int]] = [{} for _ in range(shape.num_partitions)]  # id -> version
         self.version = 0
 
     def bytes_of(self, versions: list[int]) -> torch.Tensor:
@@ -78,7 +80,7 @@ class Simulation(Pools):
 
     def step(self, step: Step) -> None:
         for row in step.reset:
-            self.residency.reset_row(row)
+            self.residency.reset_partition(row)
             self.truth[row] = {}
         new_rows = self.new_rows(step)
         ops.dsa_plan(*step.inputs, self.residency, self.out, self.workspace)
@@ -99,9 +101,11 @@ class Simulation(Pools):
     def write_new_rows(self, step: Step, new_rows: torch.Tensor) -> None:
         starts = step.query_start_loc.tolist()
         lengths = torch.tensor(starts[1:]) - torch.tensor(starts[:-1])
-        token_rows = torch.repeat_interleave(step.rows, lengths)
-        tokens = len(token_rows)
-        ops.write_rows(self.hot, token_rows, new_rows[:tokens], self.out.new_slots[:tokens].contiguous())
+        token_partitions = torch.repeat_interleave(step.rows, lengths)
+        tokens = len(token_partitions)
+        ops.write_rows(
+            self.hot, token_partitions, new_rows[:tokens], self.out.new_slots[:tokens].contiguous()
+        )
 
     def check_request(self, step: Step, row: int, first: int, last: int, seq_len: int) -> None:
         slot_of: dict[int, int] = {}
@@ -124,7 +128,7 @@ class Simulation(Pools):
 
     def check_residents(self) -> None:
         """Every tag tells the truth: its slot holds the token's current row, in its own set, once."""
-        for row in range(self.shape.num_rows):
+        for row in range(self.shape.num_partitions):
             tags = self.residency.tags[row]
             resident = [(int(s), int(w), int(tags[s, w])) for s, w in (tags >= 0).nonzero()]
             ids = [token for _, _, token in resident]
@@ -196,7 +200,7 @@ class GatherSimulation(Pools):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
-        size = (shape.num_rows, MAX_QUERY_LEN, shape.topk)
+        size = (shape.num_partitions, MAX_QUERY_LEN, shape.topk)
         self.selection = torch.full((*size, ROW_BYTES), 255, dtype=torch.uint8)
         self.status = torch.full((*size[:2], shape.topk + 1), -1, dtype=torch.int32)
         self.status[:, :, -1] = 0

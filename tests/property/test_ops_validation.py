@@ -114,9 +114,9 @@ def test_skipped_requests_are_not_checked() -> None:
     ("arguments", "message"),
     [
         ((4, 32, 8), "ways: must be 16 or 32, got 8"),
-        ((4, 48, 16), "slots_per_row: must be 16 times a power of two, got 48"),
-        ((4, 40, 16), "slots_per_row"),
-        ((4, 8, 16), "slots_per_row"),
+        ((4, 48, 16), "slots_per_partition: must be 16 times a power of two, got 48"),
+        ((4, 40, 16), "slots_per_partition"),
+        ((4, 8, 16), "slots_per_partition"),
         ((4, 32, 16, "mru"), f"policy: expected one of {', '.join(ops.POLICIES)}, got 'mru'"),
     ],
 )
@@ -153,12 +153,17 @@ def test_residency_accounting() -> None:
     residency = ops.Residency.allocate(2, 64, 16)
     assert residency.policy == ops.DEFAULT_POLICY
     assert residency.nbytes == 2 * (64 * 4 + 64 + 4 + 4)
-    assert (residency.num_rows, residency.num_sets, residency.ways, residency.slots_per_row) == (2, 4, 16, 64)
+    assert (residency.num_partitions, residency.num_sets, residency.ways, residency.slots_per_partition) == (
+        2,
+        4,
+        16,
+        64,
+    )
     residency.tags.fill_(5)
     residency.hands.fill_(1)
     residency.ages.fill_(1)
     residency.high.fill_(9)
-    residency.reset_row(1)
+    residency.reset_partition(1)
     assert [int(t[1].max()) for t in (residency.tags, residency.ages, residency.hands, residency.high)] == [
         -1,
         0,

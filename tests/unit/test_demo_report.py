@@ -10,7 +10,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from vllm_kvoffload.demo.client import Answer, Sample
+from vllm_kvoffload.demo.client import DemoAnswer, Sample
 from vllm_kvoffload.demo.report import (
     RunResult,
     as_json,
@@ -23,7 +23,7 @@ from vllm_kvoffload.demo.report import (
 
 
 def run(name: str, kv_tokens: int, **offload: float) -> RunResult:
-    answer = Answer("text", [1, 2, 3], [-1.0, -2.0, -3.0], 100, 0, first_s=2.0, total_s=3.0)
+    answer = DemoAnswer("text", [1, 2, 3], [-1.0, -2.0, -3.0], 100, 0, first_s=2.0, total_s=3.0)
     answers = {name: copy.deepcopy(answer) for name in ("long", "pair-1", "pair-2", "again")}
     made = RunResult(name, 48 << 20, start_s=1.0, kv_tokens=kv_tokens, answers=answers, offload=dict(offload))
     made.step_s, made.end = {"long": 3.0, "pair": 4.0}, []

@@ -10,7 +10,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvoffload.demo.client import Answer, Sample
+from vllm_kvoffload.demo.client import DemoAnswer, Sample
 from vllm_kvoffload.demo.workload import AGAIN, LONG, PAIR
 
 NONE = "-"
@@ -41,7 +41,7 @@ class RunResult:
     start_s: float = 0.0
     kv_tokens: int = 0
     prefill_kv_tokens: int = 0
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, DemoAnswer] = field(default_factory=dict)
     step_s: dict[str, float] = field(default_factory=dict)
     sources: dict[str, int] = field(default_factory=dict)
     offload: dict[str, float] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class Comparison:
     differences: tuple[str, ...]
 
 
-def compare(reference: Mapping[str, Answer], answers: Mapping[str, Answer]) -> Comparison:
+def compare(reference: Mapping[str, DemoAnswer], answers: Mapping[str, DemoAnswer]) -> Comparison:
     """Compares token by token."""
     differences = [f"{name}: missing in one run" for name in sorted(reference.keys() ^ answers.keys())]
     tokens, worst = 0, 0.0
@@ -259,12 +259,12 @@ def _moved(run: RunResult) -> str:
     return f"{_mib(moved)} ({moved / needed:.2f}x)" if needed else NONE
 
 
-def _again(run: RunResult) -> Answer:
-    return run.answers.get(AGAIN, Answer())
+def _again(run: RunResult) -> DemoAnswer:
+    return run.answers.get(AGAIN, DemoAnswer())
 
 
-def _long(run: RunResult) -> Answer:
-    return run.answers.get(LONG, Answer())
+def _long(run: RunResult) -> DemoAnswer:
+    return run.answers.get(LONG, DemoAnswer())
 
 
 def _prefill_speed(run: RunResult) -> float:

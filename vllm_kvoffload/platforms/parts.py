@@ -48,7 +48,7 @@ class WorkerOffload:
     def publish(self) -> None:
         """Publishes the counters to vLLM's metrics."""
         manager = self.manager
-        self._channel.publish(manager.stats, live_rows=manager.rows.num_rows - manager.rows.num_free)
+        self._channel.publish(manager.stats, live_rows=manager.partitions.total - manager.partitions.num_free)
 
     def close(self) -> None:
         """Finishes outstanding work, stops the threads, frees the pool."""

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm_kvoffload.log import QuietLog, get_logger
+from vllm_kvoffload.log import RateLimitedLog, get_logger
 from vllm_kvoffload.memory.segment import SharedSegment, start_ticks
 from vllm_kvoffload.store.base import StoreError, WriteRefusal
 from vllm_kvoffload.store.index import Grant, IndexStats, ObjectIndex
@@ -31,12 +31,12 @@ from vllm_kvoffload.store.wire import (
     FinishWrite,
     Goodbye,
     Granted,
-    Hello,
     Lookup,
     OpenRead,
     OpenWrite,
     Reply,
     Request,
+    StoreHello,
     peer_process,
     receive_body,
     request_decoder,
@@ -140,13 +140,13 @@ class IndexService:
             if self._current.get(client) != name:
                 return
             del self._current[client]
-            self._index.drop(name, quiet=False)
+            self._index.drop(name, drained=False)
             if name in self._index.clients():
                 self._lost[name] = process
             self._bury()
 
     def _let_go(self, name: str) -> None:
-        self._index.drop(name, quiet=True)
+        self._index.drop(name, drained=True)
         self._lost.pop(name, None)
         client = name.partition(".")[0]
         if self._current.get(client) == name:
@@ -204,7 +204,7 @@ class IndexServer:
                 "id and data parallel rank; give each its own, or end the other one"
             ) from error
         self._listener.listen(64)
-        self._log = QuietLog(__name__, subject="store")
+        self._log = RateLimitedLog(__name__, subject="store")
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._stopping = threading.Event()
@@ -281,7 +281,7 @@ class IndexServer:
     def _greet(self, connection: socket.socket) -> str:
         hello = request_decoder.decode(receive_body(connection, time.monotonic() + HELLO_S))
         deadline = time.monotonic() + SEND_S
-        if not isinstance(hello, Hello) or hello.version != PROTOCOL_VERSION:
+        if not isinstance(hello, StoreHello) or hello.version != PROTOCOL_VERSION:
             text = f"expected protocol version {PROTOCOL_VERSION} of the local store, got {hello!r:.100}"
             send_message(connection, Reply(error=text), deadline)
             raise ConnectionLost(text)

@@ -15,7 +15,7 @@ import numpy as np
 
 from vllm_kvoffload.policies import POLICIES
 from vllm_kvoffload.trace.policies import REFERENCES, Misses, reference_misses
-from vllm_kvoffload.trace.streams import Stream
+from vllm_kvoffload.trace.streams import TopkStream
 
 POOLS = (4096, 8192, 16384)
 UNSIZED = ("previous",)  # policies that have no pool
@@ -33,9 +33,9 @@ class PlanPolicy:
         return f"{self.policy}/{self.ways}"
 
 
-PolicyChoice: TypeAlias = PlanPolicy | str  # a string names one of policies.REFERENCES
+SimulatedPolicy: TypeAlias = PlanPolicy | str  # a string names one of policies.REFERENCES
 PLANS = tuple(PlanPolicy(policy, ways) for ways in (16, 32) for policy in POLICIES)
-ALL_POLICIES: tuple[PolicyChoice, ...] = (*PLANS, *REFERENCES)
+ALL_POLICIES: tuple[SimulatedPolicy, ...] = (*PLANS, *REFERENCES)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Result:
         return cls(**{name: values[name] for name in cls.__dataclass_fields__})
 
 
-def parse_policy(name: str) -> PolicyChoice:
+def parse_policy(name: str) -> SimulatedPolicy:
     """``rrip/16``, or a reference policy's name. Raises ValueError for any other."""
     for choice in ALL_POLICIES:
         if name == policy_name(choice):
@@ -80,11 +80,11 @@ def parse_policy(name: str) -> PolicyChoice:
     raise ValueError(f"no policy {name!r}; there are {', '.join(map(policy_name, ALL_POLICIES))}")
 
 
-def policy_name(choice: PolicyChoice) -> str:
+def policy_name(choice: SimulatedPolicy) -> str:
     return choice if isinstance(choice, str) else choice.name
 
 
-def fits(choice: PolicyChoice, slots: int, streams: Iterable[Stream], topk: int) -> bool:
+def fits(choice: SimulatedPolicy, slots: int, streams: Iterable[TopkStream], topk: int) -> bool:
     """Whether the pool can hold every step (I-4), as the product's start-up check requires."""
     if choice in UNSIZED:
         return True
@@ -93,7 +93,7 @@ def fits(choice: PolicyChoice, slots: int, streams: Iterable[Stream], topk: int)
     return whole and all(slots >= stream.max_query_len * topk for stream in streams)
 
 
-def plan_misses(choice: PlanPolicy, stream: Stream, slots: int, topk: int) -> Misses:
+def plan_misses(choice: PlanPolicy, stream: TopkStream, slots: int, topk: int) -> Misses:
     """Misses of each step of the compiled plan, int64 [steps]."""
     import torch
 
@@ -120,10 +120,10 @@ def plan_misses(choice: PlanPolicy, stream: Stream, slots: int, topk: int) -> Mi
 
 def simulate(
     trace: str,
-    streams: Sequence[Stream],
+    streams: Sequence[TopkStream],
     topk: int,
     *,
-    policies: Sequence[PolicyChoice] = ALL_POLICIES,
+    policies: Sequence[SimulatedPolicy] = ALL_POLICIES,
     pools: Sequence[int] = POOLS,
     warm_up: int = 0,
 ) -> Iterator[Result]:

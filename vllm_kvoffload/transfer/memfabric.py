@@ -40,7 +40,7 @@ _INSTALL = (
 )
 
 
-class _Metadata(msgspec.Struct, frozen=True, array_like=True, tag="memfabric"):
+class _MemFabricMetadata(msgspec.Struct, frozen=True, array_like=True, tag="memfabric"):
     peer: str
     start: str  # new at every start: a restarted peer may get the same port
     regions: tuple[Region, ...]
@@ -124,11 +124,11 @@ class MemfabricEngine(TransferEngine):
         return self._role == "prefill"
 
     def local_metadata(self) -> bytes:
-        return msgspec.msgpack.encode(_Metadata(self._peer, self._start, tuple(self._regions)))
+        return msgspec.msgpack.encode(_MemFabricMetadata(self._peer, self._start, tuple(self._regions)))
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
         try:
-            decoded = msgspec.msgpack.decode(metadata, type=_Metadata)
+            decoded = msgspec.msgpack.decode(metadata, type=_MemFabricMetadata)
             if len(decoded.regions) > MAX_REGIONS:
                 raise ValueError(f"{len(decoded.regions)} regions")
             table = RegionTable(decoded.regions)

@@ -26,7 +26,7 @@ from vllm_ascend.device.device_op import DeviceOperator
 
 from vllm_kvoffload.engine import EngineOptions
 from vllm_kvoffload.platforms.ascend.rows import SplitRows
-from vllm_kvoffload.sparse.step import AttendPart, LayerKV, PoolChoice, StepBatch
+from vllm_kvoffload.sparse.step import AttendPart, LayerKV, PoolSlots, StepBatch
 
 if TYPE_CHECKING:
     from vllm_kvoffload.platforms.ascend.kernels import DeviceBatch
@@ -208,7 +208,7 @@ class KVOffloadSFAImpl(AscendSFAImpl):
             for part in self.kv.parts(topk, batch):  # a single part with all tokens in order
                 out = self._attend(ql_nope, q_pe, part, batch.block_size, attn_metadata)
             self.offload.graphs.end_layer(self.layer_index)
-            return out.masked_fill((graph.token_rows < 0).view(-1, 1, 1), 0)
+            return out.masked_fill((graph.token_partitions < 0).view(-1, 1, 1), 0)
         out = torch.zeros_like(ql_nope, memory_format=torch.contiguous_format)
         for part in self.kv.parts(topk, batch):
             tokens = part.tokens.to(out.device)
@@ -248,12 +248,12 @@ class KVOffloadSFAImpl(AscendSFAImpl):
 
     def _view(self, part: AttendPart, block_size: int, device: torch.device) -> PagedView:
         """Converts a part for the operator; layers of an index group share the result."""
-        if not isinstance(part.choice, PoolChoice):
+        if not isinstance(part.topk_rows, PoolSlots):
             return request_view(part, block_size).to(device)
         assert self.offload is not None
         made = self.offload.pool_view
-        if made is None or made[0] is not part.choice:
-            made = self.offload.pool_view = (part.choice, pool_view(part.choice, block_size).to(device))
+        if made is None or made[0] is not part.topk_rows:
+            made = self.offload.pool_view = (part.topk_rows, pool_view(part.topk_rows, block_size).to(device))
         return made[1]
 
 
@@ -275,19 +275,19 @@ class PagedView:
         return PagedView(*(part.to(device=device, dtype=torch.int32) for part in parts))
 
 
-def pool_view(choice: PoolChoice, block_size: int) -> PagedView:
+def pool_view(pool_slots: PoolSlots, block_size: int) -> PagedView:
     """Views a pool: every query token is a request whose positions are the slots of its row.
 
     A token without a row has no positions.
     """
-    count, slots = len(choice.slots), choice.row_slots
-    rows = choice.pool_rows.clamp(min=0).unsqueeze(1)
-    dtype, device = torch.int32, choice.slots.device
+    count, slots = len(pool_slots.slots), pool_slots.partition_slots
+    rows = pool_slots.partitions.clamp(min=0).unsqueeze(1)
+    dtype, device = torch.int32, pool_slots.slots.device
     pages = torch.arange(slots // block_size, dtype=dtype, device=device)
     return PagedView(
-        choice.slots.unsqueeze(1),
+        pool_slots.slots.unsqueeze(1),
         torch.arange(1, count + 1, dtype=dtype, device=device),
-        (choice.pool_rows >= 0).to(dtype) * slots,
+        (pool_slots.partitions >= 0).to(dtype) * slots,
         rows * len(pages) + pages,
     )
 

@@ -92,7 +92,7 @@ class DeviceBatch:
     tokens: torch.Tensor
     slots: torch.Tensor
     ends: torch.Tensor
-    token_rows: torch.Tensor
+    token_partitions: torch.Tensor
     start_loc: torch.Tensor
     seq_lens: torch.Tensor
     rows: torch.Tensor
@@ -117,10 +117,10 @@ class StepBuffers:
             step.decode_tokens,
             step.decode_slots,
             step.ends,
-            step.token_rows,
+            step.token_partitions,
             step.decode_start_loc,
             step.decode_seq_lens,
-            step.decode_rows,
+            step.decode_partitions,
             pad(table, (0, self._width - table.shape[1])),
         )
         return DeviceBatch(*self._ints.put(fields))

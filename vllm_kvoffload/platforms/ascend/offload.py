@@ -24,13 +24,13 @@ from vllm_kvoffload.platforms.ascend.host_memory import (
 from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, KernelRows, load_kernels
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows
 from vllm_kvoffload.platforms.parts import RankGroup, WorkerOffload, open_recorder, open_segment
-from vllm_kvoffload.runtime.npu import NpuRuntime
+from vllm_kvoffload.runtime.npu import NPURuntime
 from vllm_kvoffload.runtime.ranks import rank_barrier
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.host_pool import HostPoolLayout
 from vllm_kvoffload.sparse.manager import SparseKVManager
-from vllm_kvoffload.sparse.step import PoolChoice
+from vllm_kvoffload.sparse.step import PoolSlots
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,7 +54,7 @@ class AscendOffload(WorkerOffload):
     """
 
     _memory: HostMemory
-    pool_view: tuple[PoolChoice, Any] | None = None
+    pool_view: tuple[PoolSlots, Any] | None = None
     """The last plan's top-k rows and slots, and attention's view of them."""
     graphs: DecodeGraphs | None = None
     """None if no step can run in a full graph."""
@@ -95,7 +95,7 @@ class AscendOffload(WorkerOffload):
             pulls=vllm_config.kv_transfer_config is not None,
         )
         self._recorder = open_recorder(vllm_config, config, geometry) if group.rank_in_group == 0 else None
-        self._runtime = NpuRuntime(npu, device.index or 0)
+        self._runtime = NPURuntime(npu, device.index or 0)
         max_model_len = settings.max_model_len
         planning = None
         if kernels is not None:
@@ -190,8 +190,8 @@ class AscendOffload(WorkerOffload):
         """Waits for device and ranks, which may still write to blocks that are about to be filled from
         outside."""
         self._runtime.current_stream().synchronize()
-        self.manager.store.join()
-        self.manager.store.await_ranks()
+        self.manager.host_rows.join()
+        self.manager.host_rows.await_ranks()
 
 
 def open_parts(

@@ -10,7 +10,7 @@ from vllm.distributed import get_tp_group
 from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.metrics import OFFLOAD, StatsChannel
 from vllm_kvoffload.platforms.parts import WorkerOffload, open_recorder, open_segment
-from vllm_kvoffload.runtime.cpu import CpuRuntime
+from vllm_kvoffload.runtime.cpu import CPURuntime
 from vllm_kvoffload.runtime.ranks import rank_barrier
 from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
 from vllm_kvoffload.sparse.manager import SparseKVManager
@@ -33,7 +33,7 @@ class CPUOffload(WorkerOffload):
         group = get_tp_group()
         self.keep_device = config.keep_device_kv_cache
         self._recorder = open_recorder(vllm_config, config, geometry) if group.rank_in_group == 0 else None
-        self._runtime = CpuRuntime()
+        self._runtime = CPURuntime()
         components = tuple((c.name, c.row_bytes) for c in geometry.main_components)
         layout = HostPoolLayout(geometry.num_layers, num_blocks, block_size, components)
         barrier = rank_barrier(group.cpu_group) if group.world_size > 1 else None

@@ -138,11 +138,11 @@ class KVOffloadCPUModelRunner(SoundCPUModelRunner):
             manager.release(scheduler_output.finished_req_ids)
             manager.release(scheduler_output.preempted_req_ids or ())
             if scheduler_output.kv_cache_block_copies:
-                manager.store.join()
+                manager.host_rows.join()
             if getattr(scheduler_output.kv_connector_metadata, "receives", None):
                 # These blocks are filled from outside now: no rank may still write for a former owner.
-                manager.store.join()
-                manager.store.await_ranks()
+                manager.host_rows.join()
+                manager.host_rows.await_ranks()
         return super()._update_states(scheduler_output)
 
     def _build_attention_metadata(self, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any) -> Any:
