@@ -28,7 +28,7 @@ else
   DEFAULTS=(65536 32 4096 128 8)
 fi
 MAX_MODEL_LEN=${MAX_MODEL_LEN:-${DEFAULTS[0]}}
-MAX_NUM_SEQS=${MAX_NUM_SEQS:-${DEFAULTS[1]}}          # decode reserves hot rows for so many requests
+MAX_NUM_SEQS=${MAX_NUM_SEQS:-${DEFAULTS[1]}}          # decode has a partition of the hot pools for each
 TOPK_BUFFER_SIZE=${TOPK_BUFFER_SIZE:-${DEFAULTS[2]}}  # decode's hot rows per request and layer: at least index_topk
 DRAM_GB=${DRAM_GB:-${DEFAULTS[3]}}                    # host memory for the main KV of each decode engine
 PREFILL_TP=${PREFILL_TP:-${DEFAULTS[4]}}              # a multiple of DECODE_TP

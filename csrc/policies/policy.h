@@ -5,7 +5,7 @@
 //   kAgeBits                bits of state of each slot, its age: 0 to kMaxAgeBits
 //   kNewAge                 age of a row that was just placed
 //   kHitLowers, kHitFloor   a hit lowers a row's age by kHitLowers, but not below kHitFloor; once per step, however many
-//                           query tokens chose the row. kHitLowers is kToFloor where the age before does not matter
+//                           query tokens selected the row. kHitLowers is kToFloor where the age before does not matter
 //   victim(ages, unneeded, hand)
 //                           the way that is replaced: one of `unneeded` (a mask of the ways that the step does not
 //                           need, never 0). The hand stands behind the last victim and moves behind this one. May

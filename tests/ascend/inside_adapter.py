@@ -202,7 +202,7 @@ def test_same_outputs_with_the_kernels_themselves(delivery: str, drafts: int) ->
 @pytest.mark.skipif(not TWIN, reason="no library of the kernels for the CPU twin")
 def test_sizes_that_the_kernels_can_not_do_are_refused_at_start() -> None:
     """64 slots are 4 sets of 16; the kernel wants 64 sets."""
-    with pytest.raises(ConfigError, match=r"KVOFFLOAD_ASCEND_OPS.*at least 64 per row, got 4.*Fix: "):
+    with pytest.raises(ConfigError, match=r"KVOFFLOAD_ASCEND_OPS.*at least 64 per partition, got 4.*Fix: "):
         Adapter(Setup("portable", device=NPU, kernels=partial(TwinKernels, library=TWIN)))
 
 

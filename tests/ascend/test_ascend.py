@@ -100,7 +100,7 @@ def test_control_another_choice(inside: tuple[str, int, Path], monkeypatch: pyte
 def cpu_platform(records: Path) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """For each pass and layer: what the CPU platform's indexer and attention return, and the adapter did."""
     from vllm_kvoffload.platforms.cpu.attention import CPUSparseMLAImpl
-    from vllm_kvoffload.platforms.cpu.indexer import choose
+    from vllm_kvoffload.platforms.cpu.indexer import write_topk
 
     loaded: list[dict[str, Any]] = torch.load(records, weights_only=False)
     layers = 1 + max(given["layer"] for record in loaded for given in record["layers"])
@@ -131,7 +131,7 @@ def cpu_platform(records: Path) -> list[list[tuple[torch.Tensor, torch.Tensor]]]
                 cache = indexers.setdefault(layer, empty)
                 cache.view(-1, keys.shape[1]).index_copy_(0, record["slots"], keys)
                 tokens = len(record["slots"])
-                choose(given["index_q"][:tokens], given["weights"][:tokens], cache, batch, topk)
+                write_topk(given["index_q"][:tokens], given["weights"][:tokens], cache, batch, topk)
             impl.num_heads = given["q"].shape[1]
             assert impl.kv is not None
             impl.kv.append(given["rows"], record["slots"])

@@ -104,7 +104,7 @@ def test_the_workspace_of_a_plan(kernels: Kernels) -> None:
     [
         (
             {"sets": 32, "width": 128},
-            "sets: the kernel needs at least 64 per row, got 32; use a topk_buffer_size of",
+            "sets: the kernel needs at least 64 per partition, got 32; use a topk_buffer_size of",
         ),
         ({"sets": 96}, "sets: must be a power of two, got 96"),
         ({"ways": 8}, "ways: must be 16 or 32, got 8"),
@@ -117,7 +117,7 @@ def test_the_workspace_of_a_plan(kernels: Kernels) -> None:
         ({"requests": 40000}, "unified buffer: the plan needs"),
         ({"requests": -1}, "requests: must be 0 to"),
         ({"rows": 1 << 20}, "pool: must have less than 2^31 slots in all"),
-        ({"sets": 4096}, "slots per row: must be at most 32768"),
+        ({"sets": 4096}, "slots per partition: must be at most 32768"),
     ],
 )
 def test_plans_refused(kernels: Kernels, changes: dict[str, int], message: str) -> None:
@@ -172,7 +172,7 @@ def test_rows_that_share_lines_stay_with_one_core(kernels: Kernels) -> None:
         ("dsa_serve", {"table_width": 60000}, "unified buffer: .* narrower block table"),
         ("dsa_serve", {"requests": 20000}, "unified buffer: .* use fewer requests per call"),
         ("dsa_serve", {"blocks": 1 << 25}, r"host: must have less than 2\^31 tokens"),
-        ("dsa_serve_compact", {"slots": 0}, "slots per row: must be 1 to"),
+        ("dsa_serve_compact", {"slots": 0}, "slots per partition: must be 1 to"),
         ("dsa_install", {"capacity": 0}, "miss capacity: must be 1 to"),
         (
             "gather_selection",

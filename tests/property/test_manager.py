@@ -326,7 +326,7 @@ def test_a_row_is_emptied_only_if_it_may_hold_what_is_rewritten(runtime: CPURunt
     assert all((pool.residency.tags[row] == -1).all() for pool in hot.groups)
 
 
-def test_a_follower_needs_its_owners_choice_in_this_step(runtime: CPURuntime) -> None:
+def test_a_follower_needs_its_owners_plan_in_this_step(runtime: CPURuntime) -> None:
     setup = Setup(pattern="FS")
     rank = Rank(setup, runtime, setup.host_layers())
     plan = decoding(rank, setup)
@@ -334,7 +334,7 @@ def test_a_follower_needs_its_owners_choice_in_this_step(runtime: CPURuntime) ->
         rank.run(plan, (0, 0))
     manager, new_rows = rank.manager, torch.zeros((len(plan.topk[0]), ROW_BYTES), dtype=torch.uint8)
     manager.begin_step(rank.batch(plan))
-    with pytest.raises(RuntimeError, match="layer 1 runs, but layer 0 has not chosen for it in this step"):
+    with pytest.raises(RuntimeError, match="layer 1 runs, but layer 0 has not planned for it in this step"):
         manager.delivery.deliver(1, plan.topk[0], new_rows, manager.step)
 
 

@@ -52,7 +52,7 @@ PLAN_CASES = {
     "starts negative": (with_value("query_start_loc", 1, -1), r"query_start_loc\[1\]"),
     "rows length": (replaced("rows", int32(1)), "rows: expected shape"),
     "rows beyond": (with_value("rows", 1, 3), r"rows\[1\]: 3 is outside"),
-    "rows twice": (with_value("rows", 1, 2), r"rows\[1\]: row 2 belongs"),
+    "rows twice": (with_value("rows", 1, 2), r"rows\[1\]: partition 2 belongs"),
     "seq_len short": (with_value("seq_lens", 1, 1), r"seq_lens\[1\]: 1 is less"),
     "seq_len negative": (with_value("seq_lens", 0, -5), r"seq_lens\[0\]"),
     "more requests": (
@@ -388,8 +388,8 @@ GATHER_CASES = {
     "starts": (with_value("query_start_loc", 2, 5), r"query_start_loc\[2\]: 5 exceeds topk's 4"),
     "length short": (with_value("seq_lens", 1, 1), r"seq_lens\[1\]: 1 is less"),
     "row beyond": (with_value("rows", 1, 3), r"rows\[1\]: 3"),
-    "row twice": (with_value("rows", 1, 2), r"rows\[1\]: row 2 belongs"),
-    "queries": (with_value("query_start_loc", 1, 0), "selection: 2 queries per row are too few for the 3"),
+    "row twice": (with_value("rows", 1, 2), r"rows\[1\]: partition 2 belongs"),
+    "queries": (with_value("query_start_loc", 1, 0), "selection: 2 queries per partition are too few for"),
     "status length": (with_value("status", 2, 3), r"status\[0, 0\]: length 3"),
     "status negative": (with_value("status", 5, -1), r"status\[0, 1\]: length -1"),
     "status shape": (replaced("status", torch.zeros((3, 2, 2), dtype=torch.int32)), "status: expected shape"),
@@ -422,7 +422,7 @@ def test_gather_reuse_refuses() -> None:
     status, lengths = torch.zeros((2, 2, 3), dtype=torch.int32), int32(-7, -7, -7)
     for rows, starts, message in (
         (int32(2), int32(0, 1), r"rows\[0\]: 2"),
-        (int32(1), int32(0, 3), "status: 2 queries per row are too few for the 3 of request 0"),
+        (int32(1), int32(0, 3), "status: 2 queries per partition are too few for the 3 of request 0"),
         (int32(1), int32(0, 4), r"query_start_loc\[1\]: 4 exceeds lengths's 3"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -457,7 +457,7 @@ def test_conformance_refuses() -> None:
     for arguments, message in (
         ((starts, rows, aging, 100), "policy is fifo"),
         ((starts, int32(2, 3), good, 100), r"rows\[1\]: 3"),
-        ((starts, int32(2, 2), good, 100), r"rows\[1\]: row 2 belongs"),
+        ((starts, int32(2, 2), good, 100), r"rows\[1\]: partition 2 belongs"),
         ((int32(0, 1, 4), rows, good, 100), "records: 2 queries"),
         ((starts, rows, good, -5), "id_range"),
     ):

@@ -135,7 +135,7 @@ def test_table(without: RunResult, with_offload: RunResult) -> None:
     assert rows["prefill of a long prompt, tokens/s"] == ["50.0", "50.0"]
     assert rows["decode of one request, tokens/s"] == ["2.0", "2.0"]
     assert rows["two at once, prompt and output tokens/s"] == ["51.5", "51.5"]
-    assert rows["chosen rows found in the hot pool"] == ["-", "90.0%"]
+    assert rows["selected rows found in the hot pool"] == ["-", "90.0%"]
     assert rows["fetched from host memory in decode"] == ["-", "2.0 MiB"]
     assert rows["all requests"] == ["7.0 s", "7.0 s"]
     shown = text(lambda console: print_table(console, without, with_offload))

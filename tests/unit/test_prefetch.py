@@ -134,8 +134,8 @@ def test_a_partition_with_a_new_owner_is_left_alone(runtime: CPURuntime) -> None
     bench = Bench(runtime)
     bench.hold()
     bench.start()
-    gone = bench.rows.release("a")
-    assert bench.rows.acquire("c").row == gone.row
+    gone = bench.partitions.release("a")
+    assert bench.partitions.acquire("c").partition == gone.partition
     bench.go_on()
     assert bench.prefetch.take(1) == TOPK * ROW_BYTES
     assert [bench.fetched(1, lease.partition) for lease in bench.leases] == [0, TOPK]

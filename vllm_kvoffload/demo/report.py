@@ -172,7 +172,7 @@ def table_rows(without: RunResult, with_offload: RunResult) -> list[tuple[str, s
         both("two at once, prompt and output tokens/s", lambda run: _speed(_pair_speed(run))),
         both("long prompt again: tokens found cached", lambda run: f"{_again(run).cached_tokens:,}"),
         both("long prompt again: first token after", lambda run: f"{_again(run).first_s:.2f} s"),
-        only_with("chosen rows found in the hot pool", NONE if hit_ratio is None else f"{hit_ratio:.1%}"),
+        only_with("selected rows found in the hot pool", NONE if hit_ratio is None else f"{hit_ratio:.1%}"),
         only_with("fetched from host memory in decode", _mib(offload.get("fetched_bytes"))),
     ]
     if with_offload.disaggregated:

@@ -412,9 +412,9 @@ class LayerPipeline:
 
         A request that merely failed to be stored still loads its prefix: decode may use its computation.
         """
-        lost = state.invalid if direction == "load" else state.failed
-        if lost:
-            rows = rows.only(~np.isin(rows.owners, list(lost)))
+        excluded = state.invalid if direction == "load" else state.failed
+        if excluded:
+            rows = rows.only(~np.isin(rows.owners, list(excluded)))
         if not len(rows):
             return 0
         memory = self._memory[position]

@@ -101,18 +101,18 @@ def _mib(count: int) -> str:
     return f"{count / (1 << 20):.1f} MiB"
 
 
-def add_late_losses(output: Any) -> None:
-    """Adds the blocks lost in a step to its result, after a step that made drafts.
+def add_load_errors(output: Any) -> None:
+    """Adds the blocks that failed to load in a step to its result, after a step that made drafts.
 
-    In that case vLLM asks the connector for lost blocks before it ends the step, which is when they become
-    known: they would be reported with the next step, after a token that was computed from them.
+    After such a step, vLLM asks the connector for these blocks before it ends the connector's step, in which
+    they become known. They would be reported with the next step, after a token that was computed from them.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    told = getattr(output, "kv_connector_output", None)
-    if told is not None and has_kv_transfer_group():
-        late = get_kv_transfer_group().get_block_ids_with_load_errors()
-        told.invalid_block_ids = told.invalid_block_ids | late
+    reported = getattr(output, "kv_connector_output", None)
+    if reported is not None and has_kv_transfer_group():
+        failed = get_kv_transfer_group().get_block_ids_with_load_errors()
+        reported.invalid_block_ids = reported.invalid_block_ids | failed
 
 
 def open_recorder(

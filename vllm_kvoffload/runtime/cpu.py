@@ -426,11 +426,11 @@ class CPURuntime:
         if any(lane.thread is threading.current_thread() for lane in lanes):
             raise RuntimeFault("shutdown called by a task of the runtime: it would wait for itself")
         _close_lanes(self._lanes)
-        late = _join(lanes, deadline_s)
-        if late:
-            state = "; ".join(lane.describe() for lane in late)
-            cancelled = sum(lane.cancel() for lane in late)
-            stuck = [lane.name for lane in _join(late, CANCEL_GRACE_S)]
+        unfinished = _join(lanes, deadline_s)
+        if unfinished:
+            state = "; ".join(lane.describe() for lane in unfinished)
+            cancelled = sum(lane.cancel() for lane in unfinished)
+            stuck = [lane.name for lane in _join(unfinished, CANCEL_GRACE_S)]
             state += f"; {cancelled} items cancelled, still running: {stuck or 'none'}"
             raise WaitTimeoutError("shutdown", deadline_s, state)
         for lane in lanes:

@@ -74,7 +74,7 @@ class SparseOffloadConfig:
 
     @property
     def num_sets(self) -> int:
-        """S, sets of a row: a power of two once `validate_sparse_offload` has accepted the options."""
+        """S, sets of a partition: a power of two once `validate_sparse_offload` has accepted the options."""
         return self.topk_buffer_size // self.ways
 
 

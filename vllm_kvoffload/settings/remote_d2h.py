@@ -51,7 +51,7 @@ class RemoteD2HLimits:
 
     @property
     def retry_s(self) -> float:
-        """Time for which a request that lost its transfer waits for another one."""
+        """Time for which a request whose transfer failed waits for another one."""
         return self.lease_s
 
 

@@ -42,7 +42,7 @@ class Delivery(ABC):
     """Turns top-k ids into rows for decode, for all layers of one worker.
 
     Owns the life of an index group within a step: the owner layer plans it, and every layer of the group is
-    served from that plan. If the step fails in between, the rows that the plan made resident are reset.
+    served from that plan. If the step fails in between, the partitions in the plan are reset.
     """
 
     def __init__(self, parts: DecodeParts) -> None:

@@ -97,8 +97,8 @@ class PrefillStream:
         """
         if not len(self._buffers):
             raise RuntimeError(
-                "a request came to be prefilled, but this engine has no prefill buffers: with KV transfer "
-                "configured it takes only requests whose KV arrives by transfer"
+                f"layer {layer} has a request to prefill, but this engine has no prefill buffers: it was "
+                "made with prefill_buffers=0, as with keep_device_kv_cache, where prefill reads the cache"
             )
         job = (layer - self._layers.start) * len(self._requests) + index
         if job != self._next:

@@ -38,7 +38,7 @@ class StreamStep:
 class TopkStream:
     """One request in one index group.
 
-    cut: the trace lost some of its steps; the stream ends before them.
+    cut: the trace lacks some of its steps; the stream ends before them.
     """
 
     group: int

@@ -1,7 +1,7 @@
 """MemFabric Hybrid on Ascend: `memfabric_hybrid.TransferEngine`, pulling from prefill's device memory.
 
 The library's reads are synchronous, so a separate thread performs them and `poll` checks its results. The
-library listens on a port of its own choice; a peer's name is "<host>:<port>".
+library selects the port on which it listens; a peer's name is "<host>:<port>".
 """
 
 from __future__ import annotations

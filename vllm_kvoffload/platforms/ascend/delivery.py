@@ -73,10 +73,12 @@ class _KernelDelivery(Delivery):
     def _tokens(self, step: StepState) -> torch.Tensor:
         return self._on(step).tokens
 
-    def _plan_group(self, pool: GroupPool, chosen: torch.Tensor, on: DeviceBatch, out: ops.PlanOut) -> None:
+    def _plan_group(
+        self, pool: GroupPool, decode_topk: torch.Tensor, on: DeviceBatch, out: ops.PlanOut
+    ) -> None:
         kept = pool.residency
         self._kernels.dsa_plan(
-            chosen,
+            decode_topk,
             on.start_loc,
             on.seq_lens,
             on.rows,
@@ -100,9 +102,9 @@ class _KernelDelivery(Delivery):
         """
         tokens, rows, topk, queries = self._shape
         dummy = self._on(StepState.dummy(rows, queries))
-        chosen = torch.full((tokens, topk), -1, dtype=torch.int32, device=self._device)
+        decode_topk = torch.full((tokens, topk), -1, dtype=torch.int32, device=self._device)
         try:
-            self._plan_group(self._parts.hot.groups[0], chosen, dummy, out)
+            self._plan_group(self._parts.hot.groups[0], decode_topk, dummy, out)
             serve(dummy)
         except ValueError as error:
             rule, fix = f"its kernels can't serve this engine: {error}", "change that, or unset it"
@@ -143,11 +145,11 @@ class KernelDelivery(_KernelDelivery):
         self._fetch(0, on, None, misses=True)
         self._moves.write_host(host_rows.layers[0], host_rows.row_ops.zeros(len(on.tokens)), on.slots)
 
-    def _plan(self, pool: GroupPool, chosen: torch.Tensor, step: StepState) -> PoolSlots:
+    def _plan(self, pool: GroupPool, decode_topk: torch.Tensor, step: StepState) -> PoolSlots:
         on = self._on(step)
-        self._plan_group(pool, chosen, on, self._out)
+        self._plan_group(pool, decode_topk, on, self._out)
         self._counters.count_plan(self._out)
-        return PoolSlots(self._out.slots[: len(chosen)], on.token_partitions, self._parts.hot.num_slots)
+        return PoolSlots(self._out.slots[: len(decode_topk)], on.token_partitions, self._parts.hot.num_slots)
 
     def _serve(self, layer: int, pool: GroupPool, new_rows: SplitRows, step: StepState) -> SplitRows:
         on, host_rows, hot = self._on(step), self._parts.host_rows, self._parts.hot
@@ -203,7 +205,7 @@ class KernelDelivery(_KernelDelivery):
 class KernelCompactDelivery(_KernelDelivery):
     """Compact :class:`Delivery` (see `vllm_kvoffload.sparse.compact`) with our own plan.
 
-    Attention reads a layer's chosen rows from a selection; meanwhile a separate stream installs them in
+    Attention reads a layer's selected rows from a selection; meanwhile a separate stream installs them in
     the pool, before the next step joins. Arguments and errors: see :class:`KernelDelivery`.
     """
 
@@ -237,18 +239,22 @@ class KernelCompactDelivery(_KernelDelivery):
         self._moves.install(selection, hot, on, plan)
         self._moves.fetch(host, hot, on, plan, rows, misses=False)
 
-    def _plan(self, pool: GroupPool, chosen: torch.Tensor, step: StepState) -> PoolSlots:
+    def _plan(self, pool: GroupPool, decode_topk: torch.Tensor, step: StepState) -> PoolSlots:
         number = self._plan_number = (self._plan_number + 1) % BUFFERS
         for layer in self._plan_users[number]:
             self._await(layer)
         self._plan_users[number].clear()
         on, plan = self._on(step), self._plans[number]
-        self._plan_group(pool, chosen, on, plan)
+        self._plan_group(pool, decode_topk, on, plan)
         self._counters.count_plan(plan)
-        kinds = plan.kinds[: len(chosen), :, 0]
+        kinds = plan.kinds[: len(decode_topk), :, 0]
         found = (kinds >= ops.Kind.POOL_HIT) & (kinds <= ops.Kind.DECODE_WINDOW)
-        places = torch.arange(chosen.shape[1], dtype=torch.int32, device=self._device).expand(chosen.shape)
-        return PoolSlots(places.masked_fill(~found, -1), self._owners[: len(chosen)], chosen.shape[1])
+        places = torch.arange(decode_topk.shape[1], dtype=torch.int32, device=self._device).expand(
+            decode_topk.shape
+        )
+        return PoolSlots(
+            places.masked_fill(~found, -1), self._owners[: len(decode_topk)], decode_topk.shape[1]
+        )
 
     def _serve(self, layer: int, pool: GroupPool, new_rows: SplitRows, step: StepState) -> SplitRows:
         on, host_rows, hot = self._on(step), self._parts.host_rows, self._parts.hot.layers[layer]

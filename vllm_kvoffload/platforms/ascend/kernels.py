@@ -273,7 +273,7 @@ class RowKernels:
         new_rows: SplitRows,
         selection: SplitRows,
     ) -> torch.Tensor:
-        """Gathers the rows of all chosen positions of a layer into the selection. Returns the reports."""
+        """Gathers the rows of all top-k positions of a layer into the selection. Returns the reports."""
         report: torch.Tensor = self._kernels.dsa_serve_compact_rows(
             list(host.addresses),
             *host.parts[0].shape[:2],

@@ -28,7 +28,7 @@ from vllm_kvoffload.platforms.ascend.caches import (
 )
 from vllm_kvoffload.platforms.ascend.offload import AscendOffload
 from vllm_kvoffload.platforms.ascend.shared_caches import shared_caches
-from vllm_kvoffload.platforms.parts import add_late_losses
+from vllm_kvoffload.platforms.parts import add_load_errors
 from vllm_kvoffload.platforms.refusal import refuse
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.sparse.offloaded import OffloadedKV
@@ -179,7 +179,7 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)
-        add_late_losses(output)
+        add_load_errors(output)
         if self.offload is not None:
             self.offload.publish()
         return output

@@ -24,7 +24,7 @@ from vllm_kvoffload.platforms.cpu.layer_loads import AwaitedKV
 from vllm_kvoffload.platforms.cpu.metadata import SparseMetadata
 from vllm_kvoffload.platforms.cpu.offload import CPUOffload
 from vllm_kvoffload.platforms.cpu.sampling import SoundCPUModelRunner
-from vllm_kvoffload.platforms.parts import add_late_losses
+from vllm_kvoffload.platforms.parts import add_load_errors
 from vllm_kvoffload.sparse.offloaded import OffloadedKV
 from vllm_kvoffload.sparse.paged import PagedKV
 from vllm_kvoffload.sparse.step import StepBatch
@@ -166,7 +166,7 @@ class KVOffloadCPUModelRunner(SoundCPUModelRunner):
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # vLLM decorates it
         output = super().sample_tokens(*args, **kwargs)  # drafts, too
-        add_late_losses(output)
+        add_load_errors(output)
         if self.offload is not None:
             self.offload.publish()
         return output
