@@ -1,6 +1,6 @@
 """``low_load``: few requests whose whole context fits into the hot pool, so that offload has no benefit.
 
-A decode step of the KV part of two index groups of four layers: new rows are stored, rows chosen, and
+A decode step of the KV part of two index groups of four layers: new rows are stored, rows selected, and
 attended to by the reference kernel. Baseline: the same from a paged device cache, without offload.
 
 - ``low_load/bN``: N requests.

@@ -8,12 +8,12 @@
 - ``plan/flat_in_p/pP/rowsR``: the default policy on streams whose misses don't depend on P; baseline: P of
   4096. 64 rows are planned from memory, 8 from a core's cache.
 
-What still grows with P: the same ids fall in more cache lines. A row has 64 bytes of tags and 16 of ages
-per set of 16 slots; 2048 random ids touch all 20 KB of it at P = 4096 and nearly all of 80 KB at P = 16384,
-two fifths of which go back to memory changed. The lines are fetched while the row before is planned, but 80
-KB take about as long to arrive as that plan takes, so some of it shows; so do the 16 KB of needed marks,
-one byte per slot, which no longer fit a core's first cache beside the row. With more than 16 slots per id
-neither is done row by row: each id then costs lines of its own.
+The rest that grows with P: the same ids fall in more cache lines. A partition has 64 bytes of tags and 16 of
+ages per set of 16 slots; 2048 random ids touch all 20 KB of it at P = 4096 and nearly all of 80 KB at
+P = 16384, two fifths of which go back to memory changed. The lines are fetched while the partition before is
+planned, but 80 KB take about as long to arrive as that plan takes, so some of it shows; so do the 16 KB of
+needed marks, one byte per slot, which no longer fit a core's first cache beside the partition. With more than
+16 slots per id neither is done for the whole partition: each id then costs lines of its own.
 """
 
 from __future__ import annotations

@@ -85,10 +85,10 @@ if [[ $STORE != none ]]; then                 # decode pulls out of layer buffer
 fi
 
 trap 'trap "" INT TERM; kill 0; wait' EXIT      # TERM for all that was started here
-export VLLM_HOST_IP=$HOST                     # what the engines tell each other
+export VLLM_HOST_IP=$HOST                     # the address that the engines give each other
 COMMON=(--host "$HOST" --max-model-len "$MAX_MODEL_LEN" --max-num-seqs "$MAX_NUM_SEQS" "${PLATFORM_OPTIONS[@]}")
 
-if [[ $STORE == memcache ]]; then             # what engines share by it must be hashed alike, hence the seed
+if [[ $STORE == memcache ]]; then             # engines that share it must hash blocks alike, hence the seed
   kvoffload conf --force --out .demo/memcache --meta-host "$HOST" --meta-port "$META_PORT" \
     --config-store-port $((META_PORT + 1000)) --services-per-node "$PREFILL_TP" \
     --protocol "$PROTOCOL" --dram-size "${STORE_GB}GB"

@@ -99,7 +99,7 @@ if [[ $STORE != none ]]; then                 # decode pulls out of layer buffer
   }"
 fi
 
-export VLLM_HOST_IP=$NODE                     # what this node's engines tell the others
+export VLLM_HOST_IP=$NODE                     # the address that this node's engines give the others
 COMMON=(--host "$NODE" --max-model-len "$MAX_MODEL_LEN" --max-num-seqs "$MAX_NUM_SEQS" "${PLATFORM_OPTIONS[@]}")
 trap 'trap "" INT TERM; kill 0; wait' EXIT      # TERM for all that was started here
 
@@ -107,7 +107,7 @@ devices() {  # NPUs of engine $1, if each has $2: "8,9,10,11" for 2 and 4
   [[ $PLATFORM == cpu ]] || seq -s, $(($1 * $2)) $((($1 + 1) * $2 - 1))
 }
 
-start_store() {  # MemCache's service; what engines share by it must be hashed alike, hence the seed
+start_store() {  # MemCache's service; engines that share it must hash blocks alike, hence the seed
   kvoffload conf --force --out .demo/memcache --meta-host "$NODE" --meta-port "$META_PORT" \
     --config-store-port $((META_PORT + 1000)) --services-per-node $((${#PREFILL_PORTS[@]} * PREFILL_TP)) \
     --protocol "$PROTOCOL" --dram-size "${STORE_GB}GB"

@@ -1,4 +1,4 @@
-// What a replacement policy is made of, on the CPU (csrc/cpu) and on the NPU (csrc/ascendc) alike. The meaning is that of
+// Parameters of a replacement policy, on the CPU (csrc/cpu) and on the NPU (csrc/ascendc) alike. The meaning is that of
 // the module of the same name in vllm_kvoffload/policies.
 //
 // A policy is a struct with

@@ -23,7 +23,7 @@ def offloading(lab):
     return under_test, under_test.run(JOBS)
 
 
-@pytest.mark.parametrize("used", [True, False], ids=["a row that is fetched", "a row that nobody has"])
+@pytest.mark.parametrize("used", [True, False], ids=["a row that is fetched", "a row that no request has"])
 @pytest.mark.parametrize("layer", range(4))
 def test_one_corrupted_host_row(offloading, monkeypatch, layer, used):
     under_test, right = offloading

@@ -50,7 +50,7 @@ def test_programs_get_their_rows_and_leave_nothing_behind(delivery: str) -> None
     for seed in SEEDS:
         log.update(run_program(setup_for(seed, delivery), seed))
     # The programs did go through what this is about.
-    for what in ("late", "preempted", "rejected", "aborted", "finished", "idle", "resumed"):
+    for what in ("prefix_in_step", "preempted", "rejected", "aborted", "finished", "idle", "resumed"):
         assert log[what] >= 5, (what, log)
 
 
@@ -184,7 +184,7 @@ def test_a_failed_write_ends_the_engine_at_the_next_step(
     rank.run(next(plans))
     write.error = OSError("lost")
     failed = next(plans)
-    with suppress(TaskFailedError):  # a late prefix may notice at once
+    with suppress(TaskFailedError):  # a reader in the same step may notice at once
         rank.run(failed)
     write.error = None
     for plan in (failed.again(), next(plans), next(plans)):
@@ -215,7 +215,7 @@ def test_a_stuck_write_ends_the_step_at_the_deadline(
         rank.run(stopped)
     assert time.monotonic() - began < 5
     write.go_on.set()
-    for plan in (stopped.again(), *plans):  # it was late, not lost
+    for plan in (stopped.again(), *plans):  # it was slow, not lost
         rank.run(plan)
 
 

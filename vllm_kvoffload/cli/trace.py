@@ -84,7 +84,7 @@ def info(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a trace holds, and whether it is complete."""
+    """Describe a trace's contents, and whether it is complete."""
     with _errors("info"):
         report = trace_report(trace)
         if as_json:
@@ -214,7 +214,7 @@ def results_table(trace: str, results: Sequence[Result]) -> Table:
 
 @app.command()
 def plot(
-    results: Annotated[Path, typer.Argument(help="What `kvoffload trace simulate --out` wrote.")],
+    results: Annotated[Path, typer.Argument(help="Output of `kvoffload trace simulate --out`.")],
     *,
     png: Annotated[Path, typer.Option(help="The picture.")],
 ) -> None:

@@ -203,7 +203,7 @@ def print_table(console: Console, without: RunResult, with_offload: RunResult) -
         table.add_row(*row)
     console.print(table)
     console.print(
-        "Speeds are this CPU's, with a tiny random model: they show that it runs, not what an NPU does.",
+        "Speeds are this CPU's, with a tiny random model: they show that it works, not the speed of an NPU.",
         highlight=False,
         soft_wrap=True,
     )

@@ -2,9 +2,8 @@
 
 First by one server without offload; then by a prefill server whose layers share a few buffers in front of a
 store, a decode server with offload, and the proxy (--no-store: prefill keeps its KV on the device only;
---aggregated: one server with offload). Each server has the same device memory for KV, and the same requests
-are asked both times. Everything that is started is ended again, whatever happens, and every wait has a
-deadline.
+--aggregated: one server with offload). Each server has the same device memory for KV, and gets the same
+requests both times. All processes are ended in every case, and every wait has a deadline.
 """
 
 from __future__ import annotations

@@ -2,18 +2,18 @@
 
 Plain Gaussian weights would make a poor stand-in for a DSA model: attention over many rows averages to
 nothing, and the indexer would select a fresh random set in every step. So
-- all embeddings share a *mean direction* m. What reaches a layer is a known multiple of m plus something
+- all embeddings share a *mean direction* m. A layer's input is a known multiple of m plus something
   random, which gives weight matrices a way to hold constants without biases;
 - the indexer's queries are mostly constant (made from m): the content of a token decides how interesting it
   is, and the rotary part adds preferences for distances, so the selection drifts with the position. A
   smaller share depends on the query token. Consecutive selections overlap like those of trained models;
 - attention latents, MLPs and logits are blind to m, so that outputs depend on the context and not on a
-  constant; latents are also blind to what the indexer looks at.
+  constant; latents are also blind to the direction that the indexer reads.
 
-An MTP layer sees the next token's embedding, and what the model made of the tokens before it. Its attention
-is the first layer's, so that it knows as much of the next hidden state as that layer does; in a model with
-MTP layers all outputs after the first attention are scaled by `after_attention`, which makes that part large
-enough for drafts to be right now and then.
+An MTP layer gets the next token's embedding and the model's hidden state of the tokens before it. Its
+attention is the first layer's, so that it knows as much of the next hidden state as that layer does; in a
+model with MTP layers all outputs after the first attention are scaled by `after_attention`, which makes that
+part large enough for drafts to be right now and then.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Scales:
     index_distance: float = 0.6
     norm_jitter: float = 0.1
     after_attention: float = 0.2  # factor on all outputs after the first attention, in models with MTP layers
-    mtp_hidden: float = 0.1  # what an MTP layer takes from the hidden state of the token before
+    mtp_hidden: float = 0.1  # an MTP layer's gain on the hidden state of the token before
 
 
 class _Builder:
@@ -87,7 +87,7 @@ class _Builder:
         return weight
 
     def blind(self, name: str, *directions: Array) -> None:
-        """Remove from the rows of a weight what they see of `directions`, each [in] or [n, in]."""
+        """Remove from the rows of a weight their components along `directions`, each [in] or [n, in]."""
         basis, _ = np.linalg.qr(np.vstack(directions).astype(np.float64).T)
         weight = self.tensors[name]
         self.tensors[name] = (weight - (weight @ basis) @ basis.T).astype(np.float32)

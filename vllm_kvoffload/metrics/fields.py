@@ -127,7 +127,7 @@ STORE = FieldSet(
         Field("store_wait_us", "counter", "Microseconds that layers waited for their memory."),
         Field("store_pinned_objects", "gauge", "Objects of the store that running requests keep."),
         Field("layer_buffer_bytes", "gauge", "Device memory of the layers' buffers."),
-        Field("layer_buffer_bytes_unshared", "gauge", "What the same blocks would need if none was shared."),
+        Field("layer_buffer_bytes_unshared", "gauge", "Device bytes of the same blocks without sharing."),
     ),
 )
 

@@ -39,7 +39,7 @@ class ConformanceOut:
         actual: int32 [T], ids within reach before the first negative one.
         records: int32 [N, q, 8, C, 4], (set, id, query, position) of each chunk's old misses.
         record_counts: int32 [N, q, 8].
-        miss_positions, miss_slots: int32 [N, M], what to install where, as ``ops.dsa_install`` takes it.
+        miss_positions, miss_slots: int32 [N, M], positions and slots for ``ops.dsa_install``.
         miss_counts: int32 [N].
     """
 

@@ -127,7 +127,7 @@ def validate(cluster: Cluster) -> None:
         ("lease_ttl_ms", cluster.lease_ttl_ms, 1 << 31),
     ):
         if not 1 <= number <= high:
-            raise ConfigError(key, number, f"must be from 1 to {high}", "count what there is")
+            raise ConfigError(key, number, f"must be from 1 to {high}", "give the actual number")
     _check_endpoints(cluster)
     _check_protocol(cluster.protocol, cluster.nodes)
     _check_world_size(cluster.world_size or cluster.local_services, cluster.local_services)

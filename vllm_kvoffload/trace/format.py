@@ -15,8 +15,8 @@ worst a partial last record, before which readers stop. Kinds:
   the T query tokens its number of *new* ids; then those ids token by token, ascending, the first as it is
   and each later one as the difference to its predecessor.
   A token's ids are compared with those of the *same request's previous query token* in that group (an empty
-  set at first). For each id of that set, ascending, one bit tells whether the token chose it again (most
-  significant bit first, all tokens in one string); its other ids are the new ones.
+  set at first). For each id of that set, ascending, one bit tells whether it is among the token's ids again
+  (most significant bit first, all tokens in one string); its other ids are the new ones.
 - 3 ``DROPPED``: u64, number of record calls dropped here because the writer couldn't keep up.
 - 4 ``END``: u64 steps written, u64 dropped. A file without it was not closed.
 

@@ -44,7 +44,7 @@ class Result:
 
     slots: P; 0 for a policy without a size.
     steps: request steps counted.
-    old_ids: distinct old ids they asked for.
+    old_ids: distinct old ids in those steps.
     """
 
     trace: str
@@ -56,7 +56,7 @@ class Result:
 
     @property
     def hit_percent(self) -> float:
-        """100 when nothing was asked for."""
+        """100 when no old id was requested."""
         return 100 * (1 - self.misses / self.old_ids) if self.old_ids else 100.0
 
     @property

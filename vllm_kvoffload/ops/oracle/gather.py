@@ -17,10 +17,10 @@ def distinct_valid(ids: list[int], limit: int) -> list[int]:
 def arrange(previous: list[int], wanted: list[int], stable: int) -> tuple[list[int], dict[int, int]]:
     """Places of the wanted ids: ``(id at each place, {new place: old place} of those that move)``.
 
-    ``previous`` are the ids at their places. A wanted one below ``stable`` is a hit (the rows of the others
+    ``previous`` are the ids at their places. A wanted id below ``stable`` is a hit (the rows of the others
     may belong to rejected drafts); should it stand there twice, at its first place. Hits at places that the
     new selection still has stay. The others move to the lowest free places, in order of place: no place is
-    read after it was written. What is left of the wanted ids takes the remaining places, ascending.
+    read after it was written. The other wanted ids take the remaining places, ascending.
     """
     old_place: dict[int, int] = {}
     for place, token in enumerate(previous):

@@ -131,8 +131,7 @@ class KVOffloadSFAImpl(AscendSFAImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         if EngineOptions.of(self.vllm_config, "npu").offload.enabled:
             # Both write new rows into a paged main cache, which does not exist here, and drop the weights
-            # that
-            # the unfused path needs.
+            # that the unfused path needs.
             self.enable_mlapo = False
             self.enable_sfa_prolog_v3 = False
         super().process_weights_after_loading(act_dtype)

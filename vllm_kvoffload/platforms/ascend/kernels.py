@@ -195,8 +195,8 @@ class DeviceCounters:
         stats.fetched_bytes, refused = sums[-2:]
         if refused:
             raise RuntimeError(
-                f"the AscendC kernels left {refused} rows alone whose block or slot is out of bounds: what "
-                "attention has read is wrong"
+                f"the AscendC kernels left {refused} rows alone whose block or slot is out of bounds: "
+                "attention has read invalid rows"
             )
 
 

@@ -1,5 +1,5 @@
 // Second phase of dsa_plan: one core puts a request's plan together. It adds up the parts' results, places the ids
-// whose set was full elsewhere (rare), gives a slot to new tokens outside every top-k, and writes the request's outputs.
+// whose set was full elsewhere (rare), gives a slot to new tokens outside every top-k, and writes the outputs.
 #pragma once
 
 #include "../../common/id_table.h"
