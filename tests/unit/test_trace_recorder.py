@@ -247,6 +247,8 @@ def test_nothing_that_a_request_is_called_ends_a_recording(tmp_path):
 def test_a_call_that_cannot_be_copied_ends_the_recording_and_not_the_engine(tmp_path, monkeypatch):
     recorder = TraceRecorder.open(tmp_path / "t", HEADER)
     record(recorder, 0)
+    while recorder._waiting_bytes:
+        time.sleep(0.001)
     monkeypatch.setattr(recorder, "_memory", lambda _: (_ for _ in ()).throw(MemoryError()))
     record(recorder, 1)
     record(recorder, 2)
