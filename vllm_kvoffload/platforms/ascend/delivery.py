@@ -50,15 +50,15 @@ class _KernelDelivery(Delivery):
         table_width: int,
     ) -> None:
         super().__init__(parts)
-        rows = parts.partitions.total
+        requests = parts.partitions.total
         assert isinstance(parts.runtime, NPURuntime)
         self._kernels = kernels
         self._device = device
-        self._shape = (rows * max_query_len, rows, topk, max_query_len)
-        self._moves = RowKernels(kernels, rows, parts.host_rows.row_ops.zeros(0), device)
+        self._shape = (requests * max_query_len, requests, topk, max_query_len)
+        self._moves = RowKernels(kernels, requests, parts.host_rows.row_ops.zeros(0), device)
         self._counters = DeviceCounters(parts.stats, device, parts.runtime.current_stream().record)
         self._lane = parts.runtime.lane()
-        self._buffers = StepBuffers(rows * max_query_len, rows, table_width, device)
+        self._buffers = StepBuffers(requests * max_query_len, requests, table_width, device)
         self._step: StepState | None = None
         self._batch: DeviceBatch | None = None
 
@@ -81,7 +81,7 @@ class _KernelDelivery(Delivery):
             decode_topk,
             on.start_loc,
             on.seq_lens,
-            on.rows,
+            on.partitions,
             kept.tags,
             kept.ages,
             kept.hands,
@@ -100,8 +100,8 @@ class _KernelDelivery(Delivery):
 
         Raises ConfigError.
         """
-        tokens, rows, topk, queries = self._shape
-        dummy = self._on(StepState.dummy(rows, queries))
+        tokens, requests, topk, queries = self._shape
+        dummy = self._on(StepState.dummy(requests, queries))
         decode_topk = torch.full((tokens, topk), -1, dtype=torch.int32, device=self._device)
         try:
             self._plan_group(self._parts.hot.groups[0], decode_topk, dummy, out)
