@@ -140,7 +140,7 @@ class SparseKVManager:
         The previous step may have failed anywhere in its forward pass, and its batch may be repeated.
 
         Raises:
-            TaskFailedError: a host write of an earlier step failed. Its rows are lost, so the error persists.
+            TaskFailedError: a host write of an earlier step failed. Its rows are missing: the error persists.
             WaitTimeoutError: copies of an earlier step are stuck.
         """
         self.host_rows.begin_step()

@@ -82,7 +82,7 @@ class DirectIndex:
             except StoreError:
                 return
         else:
-            self._service.lose(self._name, (os.getpid(), start_ticks(os.getpid())))
+            self._service.disconnected(self._name, (os.getpid(), start_ticks(os.getpid())))
 
 
 class RemoteIndex:

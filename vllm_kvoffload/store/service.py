@@ -77,7 +77,7 @@ class IndexService:
         self._lock = threading.Lock()
         self._serial = 0
         self._current: dict[str, str] = {}  # for each client, the name of its current connection in the index
-        self._lost: dict[str, Process] = {}  # connections that ended while their process may still copy
+        self._disconnected: dict[str, Process] = {}  # ended, but their process may still copy
         self._closed = False
 
     @property
@@ -97,9 +97,9 @@ class IndexService:
         """
         with self._lock:
             self._refuse_if_closed()
-            for name in {self._current.get(client, ""), *self._lost}:
+            for name in {self._current.get(client, ""), *self._disconnected}:
                 if name.partition(".")[0] == client:
-                    self._let_go(name)
+                    self._release(name)
             self._serial += 1
             name = self._current[client] = f"{client}.{self._serial}"
             return name
@@ -120,7 +120,7 @@ class IndexService:
         if isinstance(request, OpenRead):
             return Reply(grants=_granted(index.open_read(name, request.keys, now, request.lease_s)))
         if isinstance(request, OpenWrite):
-            self._bury()
+            self._release_dead()
             lease_s = self._write_lease_s
             return Reply(grants=_granted(index.open_write(name, request.keys, request.nbytes, now, lease_s)))
         if isinstance(request, FinishWrite):
@@ -128,12 +128,12 @@ class IndexService:
         if isinstance(request, CloseRead):
             index.close_read(name, request.handles)
         elif isinstance(request, Goodbye):
-            self._let_go(name)
+            self._release(name)
         else:
             raise StoreError("a connection says hello once")
         return Reply()
 
-    def lose(self, name: str, process: Process) -> None:
+    def disconnected(self, name: str, process: Process) -> None:
         """Called when a connection ends without a Goodbye."""
         with self._lock:
             client = name.partition(".")[0]
@@ -142,22 +142,22 @@ class IndexService:
             del self._current[client]
             self._index.drop(name, drained=False)
             if name in self._index.clients():
-                self._lost[name] = process
-            self._bury()
+                self._disconnected[name] = process
+            self._release_dead()
 
-    def _let_go(self, name: str) -> None:
+    def _release(self, name: str) -> None:
         self._index.drop(name, drained=True)
-        self._lost.pop(name, None)
+        self._disconnected.pop(name, None)
         client = name.partition(".")[0]
         if self._current.get(client) == name:
             del self._current[client]
 
-    def _bury(self) -> None:
-        """Frees the open objects of lost clients whose processes are dead: only then have copies drained."""
-        left = self._index.clients() if self._lost else set()
-        for name, (pid, ticks) in list(self._lost.items()):
+    def _release_dead(self) -> None:
+        """Frees open objects of disconnected clients whose processes are dead: their copies have drained."""
+        left = self._index.clients() if self._disconnected else set()
+        for name, (pid, ticks) in list(self._disconnected.items()):
             if name not in left or ticks is None or start_ticks(pid) != ticks:
-                self._let_go(name)
+                self._release(name)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -276,7 +276,7 @@ class IndexServer:
             with contextlib.closing(connection):
                 with self._lock:
                     self._connections.pop(connection, None)
-                self._service.lose(name, process)
+                self._service.disconnected(name, process)
 
     def _greet(self, connection: socket.socket) -> str:
         hello = request_decoder.decode(receive_body(connection, time.monotonic() + HELLO_S))
@@ -290,7 +290,7 @@ class IndexServer:
         try:
             send_message(connection, reply, deadline, self._service.memory_fd)
         except ConnectionLost:
-            self._service.lose(name, (0, None))
+            self._service.disconnected(name, (0, None))
             raise
         return name
 

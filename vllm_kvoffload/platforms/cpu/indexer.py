@@ -70,7 +70,7 @@ class CPUIndexerCache(DeepseekV32IndexerCache):
         return buffer
 
     @property
-    def choice_is_frozen(self) -> bool:
+    def topk_is_frozen(self) -> bool:
         """Whether a later draft of a step reuses the first one's top-k indices, already in the buffer."""
         return bool(self.mla.skip_topk)
 
@@ -152,7 +152,7 @@ def sparse_indexer(
         return k_pe.clone(memory_format=torch.contiguous_format)  # profiling: there is no cache yet
     assert isinstance(metadata, SparseMetadata)
     assert isinstance(layer, CPUIndexerCache)
-    if not layer.choice_is_frozen:
+    if not layer.topk_is_frozen:
         await_layer(prefix)
         cache = layer.kv_cache
         rows = cache.view(-1, cache.shape[-1])
