@@ -80,7 +80,7 @@ class MemfabricEngine(TransferEngine):
     def __init__(self, *, role: str, host: str, device_id: int, module: Any = None) -> None:
         library = module or _load()
         os.environ[TIMEOUT_VARIABLE] = str(transfer_timeout_ms(dict(os.environ)))
-        _lower_log_level(library)
+        _configure(library)
         try:
             self._engine: Any = library.TransferEngine()
             code = self._engine.initialize(
@@ -191,7 +191,7 @@ def _load() -> Any:
         raise TransferUnavailableError(f"transfer_backend memfabric: {error}; {_INSTALL}") from error
 
 
-def _lower_log_level(library: Any) -> None:
+def _configure(library: Any) -> None:
     """Disables TLS for the library's own store and limits its log to warnings, if this version allows it."""
     for name, arguments in (("set_log_level", (_LOG_LEVEL_WARN,)), ("set_conf_store_tls", (False, ""))):
         function = getattr(library, name, None)
