@@ -112,7 +112,7 @@ def test_the_workspace_of_a_plan(kernels: Kernels) -> None:
         ({"width": 100}, "top-k width: must be a multiple of 16, got 100"),
         ({"policy": -1}, "policy: must be 0 to"),
         ({"policy": len(POLICIES)}, f"policy: must be 0 to {len(POLICIES) - 1}, got {len(POLICIES)}"),
-        ({"sets": 64}, "top-k: 1 query tokens of 2048 ids do not fit a row of 1024 slots"),
+        ({"sets": 64}, "top-k: 1 query tokens of 2048 ids do not fit a partition of 1024 slots"),
         ({"capacity": 1024}, "miss capacity: 1024 is less than the 2048 ids of a request"),
         ({"requests": 40000}, "unified buffer: the plan needs"),
         ({"requests": -1}, "requests: must be 0 to"),
@@ -167,7 +167,7 @@ def test_rows_that_share_lines_stay_with_one_core(kernels: Kernels) -> None:
         (
             "dsa_serve",
             {"bytes0": 656, "slots": 127},
-            "pool: rows of 127 slots of 656 bytes must begin on a line",
+            "pool: partitions of 127 slots of 656 bytes must begin on a line",
         ),
         ("dsa_serve", {"table_width": 60000}, "unified buffer: .* narrower block table"),
         ("dsa_serve", {"requests": 20000}, "unified buffer: .* use fewer requests per call"),
