@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,9 @@ from vllm_kvoffload.layerwise.pipeline import LayerMemory, LayerPipeline, Limits
 from vllm_kvoffload.platforms.ascend import offload as offload_module
 from vllm_kvoffload.platforms.ascend.host_memory import MemfabricMemory, SegmentMemory
 from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, DeviceInts, KernelRows, load_kernels
-from vllm_kvoffload.platforms.ascend.offload import AscendOffload, open_parts
+from vllm_kvoffload.platforms.ascend.offload import open_parts
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows, SplitRows
+from vllm_kvoffload.platforms.parts import ForwardPass, WorkerOffload
 from vllm_kvoffload.runtime import CpuRuntime, TaskFailedError, WaitTimeoutError
 from vllm_kvoffload.runtime.base import Runtime
 from vllm_kvoffload.runtime.npu import NpuRuntime
@@ -451,26 +453,61 @@ class Manager:
         self.begun.append((index, batch))
 
 
-def test_a_step_begins_at_its_first_layer_and_a_draft_pass_at_the_mtp_layer() -> None:
-    offload = object.__new__(AscendOffload)
-    manager = offload.manager = Manager()  # type: ignore[assignment]
-    offload.geometry = SimpleNamespace(num_target_layers=3)  # type: ignore[assignment]
-    offload._target = offload._draft = None
-    offload._drafts = 0
-    offload._req_ids = lambda: ["a", "b"]
+@dataclass(frozen=True)
+class Batch:
+    """Of a pass. broken: it can't be read."""
 
-    def metadata(requests: int = 2) -> Any:
-        batch = SimpleNamespace(num_requests=requests, named=tuple)
-        return SimpleNamespace(batch=batch)
+    requests: int
+    broken: bool = False
 
+
+class Passes(WorkerOffload[ForwardPass]):
+    """An offload without parts, whose metadata are batches."""
+
+    def __init__(self) -> None:
+        self.begun = Manager()
+        self.manager = self.begun  # type: ignore[assignment]
+
+    def describe(self, attn_metadata: Any) -> ForwardPass:
+        (given,) = attn_metadata.values()
+        if given.broken:
+            raise OSError("planted")
+        return ForwardPass(SimpleNamespace(num_requests=given.requests, named=tuple))  # type: ignore[arg-type]
+
+
+def context(batch: Batch) -> Any:
+    return SimpleNamespace(attn_metadata={"layer": batch})
+
+
+def test_a_pass_is_open_while_its_layers_run_and_drafts_are_counted_anew_in_every_step() -> None:
+    offload = Passes()
     for _ in range(2):
-        manager.begun.clear()
-        target, first, second = metadata(), metadata(), metadata(1)
-        of_shared_layers = SimpleNamespace(batch=target.batch)  # another object for the same step
-        for layer in range(3):
-            assert offload.enter(layer, of_shared_layers if layer == 1 else target)
-        assert offload.enter(3, first)
-        assert offload.enter(3, second)
-        assert manager.begun == [("step", ("a", "b")), (0, ("a", "b")), (1, ("a",))]
-    assert not offload.enter(0, metadata(3))  # a dummy run: more requests than there are
-    assert len(manager.begun) == 3
+        offload.begun.begun.clear()
+        assert offload.running is None
+        with offload.target_pass(context(Batch(2)), ["a", "b"]):
+            assert offload.running is not None
+        for requests in (2, 1):
+            with offload.draft_pass(context(Batch(requests)), ["a", "b"]):
+                assert offload.running is not None
+                assert offload.running.batch.num_requests == requests
+        assert offload.begun.begun == [("step", ("a", "b")), (0, ("a", "b")), (1, ("a",))]
+
+
+def test_what_fails_leaves_no_pass_open_and_counts_no_draft() -> None:
+    offload = Passes()
+    for begin in (offload.target_pass, offload.draft_pass):
+        with pytest.raises(OSError, match="planted"), begin(context(Batch(1, broken=True)), ["a"]):
+            pytest.fail("no layer may run")
+        with pytest.raises(ZeroDivisionError), begin(context(Batch(1)), ["a"]):
+            _ = 1 / 0
+        assert offload.running is None
+    assert offload.begun.begun == [("step", ("a",)), (0, ("a",))]
+
+
+def test_a_dummy_run_opens_no_pass() -> None:
+    offload = Passes()
+    with offload.dummy_run(), offload.dummy_pass(context(Batch(1))):
+        assert offload.dummy
+        assert offload.running is None
+    assert not offload.dummy
+    assert offload.begun.begun == []
