@@ -1,4 +1,4 @@
-"""Parts of the Ascend platform that need no vllm-ascend: runtime, host memory, steps, ways to move rows."""
+"""Parts of the Ascend platform that need no vllm-ascend: runtime, host memory, ways to move rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,6 @@ from vllm_kvoffload.platforms.ascend.host_memory import MemfabricMemory, Segment
 from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, DeviceInts, KernelRows, load_kernels
 from vllm_kvoffload.platforms.ascend.offload import open_parts
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows, SplitRows
-from vllm_kvoffload.platforms.parts import ForwardPass, WorkerOffload
 from vllm_kvoffload.runtime import CpuRuntime, TaskFailedError, WaitTimeoutError
 from vllm_kvoffload.runtime.base import Runtime
 from vllm_kvoffload.runtime.npu import NpuRuntime
@@ -435,79 +433,3 @@ def test_integers_go_over_in_one_transfer_to_where_they_always_are(monkeypatch: 
         places.append([got.data_ptr() for got in found if got is not found[2]])
     assert places[0] == places[1]
     assert moved == [16 + 48 + 16 + 1, 16 + 48 + 16 + 20]
-
-
-# ------------------------------------------------------------------------------------------------------ steps
-
-
-class Manager:
-    """Records the calls that begin steps."""
-
-    def __init__(self) -> None:
-        self.begun: list[Any] = []
-
-    def begin_step(self, batch: Any) -> None:
-        self.begun.append(("step", batch))
-
-    def begin_draft(self, batch: Any, index: int) -> None:
-        self.begun.append((index, batch))
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Of a pass. broken: it can't be read."""
-
-    requests: int
-    broken: bool = False
-
-
-class Passes(WorkerOffload[ForwardPass]):
-    """An offload without parts, whose metadata are batches."""
-
-    def __init__(self) -> None:
-        self.begun = Manager()
-        self.manager = self.begun  # type: ignore[assignment]
-
-    def describe(self, attn_metadata: Any) -> ForwardPass:
-        (given,) = attn_metadata.values()
-        if given.broken:
-            raise OSError("planted")
-        return ForwardPass(SimpleNamespace(num_requests=given.requests, named=tuple))  # type: ignore[arg-type]
-
-
-def context(batch: Batch) -> Any:
-    return SimpleNamespace(attn_metadata={"layer": batch})
-
-
-def test_a_pass_is_open_while_its_layers_run_and_drafts_are_counted_anew_in_every_step() -> None:
-    offload = Passes()
-    for _ in range(2):
-        offload.begun.begun.clear()
-        assert offload.running is None
-        with offload.target_pass(context(Batch(2)), ["a", "b"]):
-            assert offload.running is not None
-        for requests in (2, 1):
-            with offload.draft_pass(context(Batch(requests)), ["a", "b"]):
-                assert offload.running is not None
-                assert offload.running.batch.num_requests == requests
-        assert offload.begun.begun == [("step", ("a", "b")), (0, ("a", "b")), (1, ("a",))]
-
-
-def test_what_fails_leaves_no_pass_open_and_counts_no_draft() -> None:
-    offload = Passes()
-    for begin in (offload.target_pass, offload.draft_pass):
-        with pytest.raises(OSError, match="planted"), begin(context(Batch(1, broken=True)), ["a"]):
-            pytest.fail("no layer may run")
-        with pytest.raises(ZeroDivisionError), begin(context(Batch(1)), ["a"]):
-            _ = 1 / 0
-        assert offload.running is None
-    assert offload.begun.begun == [("step", ("a",)), (0, ("a",))]
-
-
-def test_a_dummy_run_opens_no_pass() -> None:
-    offload = Passes()
-    with offload.dummy_run(), offload.dummy_pass(context(Batch(1))):
-        assert offload.dummy
-        assert offload.running is None
-    assert not offload.dummy
-    assert offload.begun.begun == []
