@@ -473,7 +473,7 @@ def test_a_models_own_hooks_would_not_see_a_pass() -> None:
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return input_ids
 
-    decorated: Any = support_torch_compile(Model)
+    decorated: Any = support_torch_compile(dynamic_arg_dims={"input_ids": 0})(Model)
     model = decorated.__new__(decorated)
     torch.nn.Module.__init__(model)
     model.do_not_compile = True

@@ -31,7 +31,8 @@ Layout = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a cache."""
 
 
-class KVOffloadCPUModelRunner(OffloadRunnerMixin, SoundCPUModelRunner):  # type: ignore[misc]  # vLLM decorates sample_tokens
+# vLLM decorates sample_tokens, for which mypy misses parameters in the mixin's.
+class KVOffloadCPUModelRunner(OffloadRunnerMixin, SoundCPUModelRunner):  # type: ignore[misc]
     """vLLM's CPU runner; binds a :class:`LayerKV` to every sparse attention layer.
 
     With offload, vLLM's cache tensors are only the indexers' key caches; the main KV tensor passed to vLLM
@@ -83,13 +84,15 @@ class KVOffloadCPUModelRunner(OffloadRunnerMixin, SoundCPUModelRunner):  # type:
         num_blocks, block_size = kv_cache_config.num_blocks, self.cache_config.block_size
         mains: dict[str, Layout] = {}
         indexers: dict[str, Layout] = {}
-        for name in (name for group in kv_cache_config.kv_cache_groups for name in group.layer_names):
+        names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+        for name in names:
             layer = context[name]
             if isinstance(layer, CPUIndexerCache):
                 indexers[name] = (num_blocks, 1, block_size, layer.head_dim), layer.dtype
             else:
                 mains[name] = (num_blocks, 1, block_size, layer.head_size), main_dtype
-        caches = shared_caches(plan, mains, make_cache) | shared_caches(plan, indexers, make_cache)
+        made = shared_caches(plan, mains, make_cache) | shared_caches(plan, indexers, make_cache)
+        caches = {name: made[name] for name in names}
         logger.info("%s", plan.describe())
         bind_kv_cache(caches, context, self.kv_caches, kv_cache_groups=kv_cache_config.kv_cache_groups)
         return caches
