@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -274,6 +275,13 @@ def make_step(requests: dict[str, tuple[int, int]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def forward_context(metadata: dict[str, Any], drafts: Sequence[dict[str, Any]] = ()) -> Any:
+    """Upstream's forward context as far as a pass without graphs looks at it."""
+    return SimpleNamespace(
+        attn_metadata=metadata, draft_attn_metadatas=drafts, cudagraph_runtime_mode=CUDAGraphMode.NONE
+    )
+
+
 class Adapter:
     """All layers of a rank. host: the host pool of rank 0, for the others."""
 
@@ -339,11 +347,7 @@ class Adapter:
             self.runtime.shutdown()
             raise
         self.offload = offload = object.__new__(AscendOffload)
-        offload.geometry, offload.manager = geometry, manager
-        offload.graphs = decode_graphs(manager)
-        offload._target = offload._draft = None
-        offload._drafts = 0
-        offload._req_ids = lambda: self.names
+        offload.manager, offload.graphs = manager, decode_graphs(manager)
         for layer, impl in enumerate(self.impls):
             bind_offload(impl, offload, layer)
 
@@ -352,13 +356,22 @@ class Adapter:
         assert self.offload is not None
         return self.offload.manager
 
+    def target(self, metadata: dict[str, Any], hidden: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """The target's forward pass with metadata by kind of layer; outputs of all layers."""
+        with self.target_pass(forward_context(metadata)):
+            return self._forward(range(len(TYPES)), hidden, metadata, count)
+
+    def target_pass(self, context: Any) -> AbstractContextManager[None]:
+        """What the runner opens around it."""
+        return nullcontext() if self.offload is None else self.offload.target_pass(context, self.names)
+
     def run(self, step: dict[str, Any], pad: int = 0) -> list[torch.Tensor]:
         """One step through upstream's forward; outputs of all layers, without padding."""
         self.names = step["names"]
         self.common = common_metadata(step, pad, self.setup)
         metadata = {kind: builder.build(0, self.common) for kind, builder in self.builders.items()}
         hidden = torch.nn.functional.pad(step["hidden"], (0, 0, 0, pad)).to(self.setup.dtype)
-        return self._forward(range(len(TYPES)), self.setup.put(hidden), metadata, len(step["hidden"]))
+        return self.target(metadata, self.setup.put(hidden), len(step["hidden"]))
 
     def _forward(
         self, layers: range, hidden: torch.Tensor, metadata: dict[str, Any], count: int
@@ -392,11 +405,14 @@ class Adapter:
                 made.seq_lens = torch.minimum(made.seq_lens, (common.positions[:count] + 1).to(torch.int32))
             metadata.append(made)
         outputs = []
+        passes = [{"full": made} for made in metadata]
         for index, made in enumerate(metadata):
             tokens = int(made.num_actual_tokens)
             g = torch.Generator().manual_seed(sum(step["lengths"]) + 1000 * index)
             hidden = torch.randn((made.num_input_tokens, HIDDEN), generator=g).to(setup.dtype)
-            outputs += self._forward(mtp, setup.put(hidden), {"full": made}, tokens)
+            context = forward_context(passes[index], passes)
+            with nullcontext() if self.offload is None else self.offload.draft_pass(context, self.names):
+                outputs += self._forward(mtp, setup.put(hidden), passes[index], tokens)
         return outputs
 
     def run_all(self, steps: int | None = None) -> Iterator[list[torch.Tensor]]:

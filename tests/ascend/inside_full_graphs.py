@@ -21,6 +21,7 @@ from graph_engine import SIZES, Engine
 from kernel_stand_ins import CoreKernels, TwinKernels
 from vllm.config import CUDAGraphMode
 
+from vllm_kvoffload.platforms.ascend import offload
 from vllm_kvoffload.platforms.ascend.attention import KVOffloadSFAImpl
 from vllm_kvoffload.platforms.ascend.kernels import DeviceBatch, StepBuffers
 from vllm_kvoffload.runtime.npu import DeviceLane
@@ -189,7 +190,7 @@ def test_a_replay_runs_no_layer_and_the_host_does_not_wait(monkeypatch: pytest.M
     engine = Engine(SETUP, monkeypatch)
     ran: list[Any] = []
     waits: list[list[str]] = []
-    forward, replay = KVOffloadSFAImpl.forward, engine.runner._model_forward
+    forward, replay, describe = KVOffloadSFAImpl.forward, engine.runner._model_forward, offload.describe_pass
 
     def noted(impl: Any, *args: Any, **kwargs: Any) -> Any:
         ran.append(impl)
@@ -202,7 +203,14 @@ def test_a_replay_runs_no_layer_and_the_host_does_not_wait(monkeypatch: pytest.M
         return out
 
     monkeypatch.setattr(KVOffloadSFAImpl, "forward", noted)
+
+    def read_inputs(metadata: Any) -> Any:
+        made = describe(metadata)
+        syncs.take()  # it waits for them
+        return made
+
     monkeypatch.setattr(engine.runner, "_model_forward", watched_forward)
+    monkeypatch.setattr(offload, "describe_pass", read_inputs)
     in_graphs(engine, 1)
     ran.clear()
     waits.clear()

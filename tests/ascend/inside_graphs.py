@@ -212,7 +212,8 @@ def run_in_graphs(model: Any, adapter: Adapter, mode: CUDAGraphMode) -> Iterator
         common = common_metadata(made, TOKENS - count, adapter.setup)
         metadata = {kind: builder.build(0, common) for kind, builder in adapter.builders.items()}
         static.zero_()[:count] = made["hidden"]
-        with override_forward_context(context_of(adapter, metadata, mode)):
+        context = context_of(adapter, metadata, mode)
+        with override_forward_context(context), adapter.target_pass(context):
             out = model(static)
         yield (out[0] if isinstance(out, tuple) else out)[:count].clone()
 

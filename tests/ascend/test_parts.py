@@ -1,4 +1,4 @@
-"""Parts of the Ascend platform that need no vllm-ascend: runtime, host memory, steps, ways to move rows."""
+"""Parts of the Ascend platform that need no vllm-ascend: runtime, host memory, ways to move rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vllm_kvoffload.layerwise.pipeline import (
 from vllm_kvoffload.platforms.ascend import offload as offload_module
 from vllm_kvoffload.platforms.ascend.host_memory import MemfabricMemory, SegmentMemory
 from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, DeviceInts, KernelRows, load_kernels
-from vllm_kvoffload.platforms.ascend.offload import AscendOffload, open_parts
+from vllm_kvoffload.platforms.ascend.offload import open_parts
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows, SplitRows
 from vllm_kvoffload.runtime import CPURuntime, TaskFailedError, WaitTimeoutError
 from vllm_kvoffload.runtime.base import Runtime
@@ -440,44 +440,3 @@ def test_integers_go_over_in_one_transfer_to_where_they_always_are(monkeypatch: 
         places.append([got.data_ptr() for got in found if got is not found[2]])
     assert places[0] == places[1]
     assert moved == [16 + 48 + 16 + 1, 16 + 48 + 16 + 20]
-
-
-# ------------------------------------------------------------------------------------------------------ steps
-
-
-class Manager:
-    """Records the calls that begin steps."""
-
-    def __init__(self) -> None:
-        self.begun: list[Any] = []
-
-    def begin_step(self, batch: Any) -> None:
-        self.begun.append(("step", batch))
-
-    def begin_draft(self, batch: Any, index: int) -> None:
-        self.begun.append((index, batch))
-
-
-def test_a_step_begins_at_its_first_layer_and_a_draft_pass_at_the_mtp_layer() -> None:
-    offload = object.__new__(AscendOffload)
-    manager = offload.manager = Manager()  # type: ignore[assignment]
-    offload.geometry = SimpleNamespace(num_target_layers=3)  # type: ignore[assignment]
-    offload._target = offload._draft = None
-    offload._drafts = 0
-    offload._req_ids = lambda: ["a", "b"]
-
-    def metadata(requests: int = 2) -> Any:
-        batch = SimpleNamespace(num_requests=requests, named=tuple)
-        return SimpleNamespace(batch=batch)
-
-    for _ in range(2):
-        manager.begun.clear()
-        target, first, second = metadata(), metadata(), metadata(1)
-        of_shared_layers = SimpleNamespace(batch=target.batch)  # another object for the same step
-        for layer in range(3):
-            assert offload.enter(layer, of_shared_layers if layer == 1 else target)
-        assert offload.enter(3, first)
-        assert offload.enter(3, second)
-        assert manager.begun == [("step", ("a", "b")), (0, ("a", "b")), (1, ("a",))]
-    assert not offload.enter(0, metadata(3))  # a dummy run: more requests than there are
-    assert len(manager.begun) == 3
