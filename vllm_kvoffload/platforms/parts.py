@@ -128,8 +128,8 @@ class WorkerOffload(ABC, Generic[PassT]):
         """Waits for device and ranks, which may still write to blocks that are about to be filled from
         outside. Collective over the TP ranks."""
         self._runtime.current_stream().synchronize()
-        self.manager.store.join()
-        self.manager.store.await_ranks()
+        self.manager.host_rows.join()
+        self.manager.host_rows.await_ranks()
 
     def publish(self) -> None:
         """Publishes the counters to vLLM's metrics."""

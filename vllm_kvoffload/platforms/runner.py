@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.forward_context import get_forward_context
 
-from vllm_kvoffload.platforms.parts import WorkerOffload, add_late_losses
+from vllm_kvoffload.platforms.parts import WorkerOffload, add_load_errors
 
 if TYPE_CHECKING:
 
@@ -113,7 +113,7 @@ class OffloadRunnerMixin(_Runner):
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)  # drafts, too
-        add_late_losses(output)
+        add_load_errors(output)
         if self.offload is not None:
             self.offload.publish()
         return output

@@ -24,7 +24,7 @@ from vllm_ascend.device.device_op import DeviceOperator
 
 from vllm_kvoffload.engine import EngineOptions
 from vllm_kvoffload.platforms.ascend.rows import SplitRows
-from vllm_kvoffload.sparse.step import AttendPart, LayerKV, PoolChoice
+from vllm_kvoffload.sparse.step import AttendPart, LayerKV, PoolSlots
 
 if TYPE_CHECKING:
     from vllm_kvoffload.platforms.ascend.kernels import DeviceBatch

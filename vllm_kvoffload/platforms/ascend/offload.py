@@ -33,13 +33,13 @@ from vllm_kvoffload.platforms.parts import (
     open_recorder,
     open_segment,
 )
-from vllm_kvoffload.runtime.npu import NpuRuntime
+from vllm_kvoffload.runtime.npu import NPURuntime
 from vllm_kvoffload.runtime.ranks import rank_barrier
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.host_pool import HostPoolLayout
 from vllm_kvoffload.sparse.manager import SparseKVManager
-from vllm_kvoffload.sparse.step import PoolChoice, StepBatch
+from vllm_kvoffload.sparse.step import PoolSlots, StepBatch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -12,7 +12,7 @@ from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.metrics import OFFLOAD, StatsChannel
 from vllm_kvoffload.platforms.cpu.metadata import SparseMetadata
 from vllm_kvoffload.platforms.parts import ForwardPass, WorkerOffload, open_recorder, open_segment
-from vllm_kvoffload.runtime.cpu import CpuRuntime
+from vllm_kvoffload.runtime.cpu import CPURuntime
 from vllm_kvoffload.runtime.ranks import rank_barrier
 from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
 from vllm_kvoffload.sparse.manager import SparseKVManager
