@@ -5,18 +5,17 @@ from __future__ import annotations
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 
 import zmq
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.connection_gate import ConnectionGate
 from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Consumer
 from vllm_kvoffload.connectors.sfa_remote_d2h.curve import ControlKey, Gatekeeper
+from vllm_kvoffload.connectors.sfa_remote_d2h.halves import ConnectorWorker, StepResults
 from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import (
     TICK_S,
     Idle,
-    IOThread,
     is_connection_of,
     receive,
     send,
@@ -70,16 +69,7 @@ MAX_ROUTES = 4096
 """Maximum number of sessions whose connection is remembered."""
 
 
-@dataclass
-class Results:
-    """Results of a step for the engine. failures: reasons, for requests that were not received."""
-
-    done: set[str] = field(default_factory=set)
-    failed_blocks: set[int] = field(default_factory=set)
-    failures: dict[str, Failure] = field(default_factory=dict)
-
-
-class DecodeWorker(IOThread):
+class DecodeWorker(ConnectorWorker):
     """The worker half of one rank. Raises ConfigError when its control port is taken.
 
     Args:
@@ -190,14 +180,14 @@ class DecodeWorker(IOThread):
             self.consumer.abandon(order, f"decode could not begin to receive it: {error!r}")
             raise
 
-    def finish_step(self, finished_req_ids: set[str], idle: bool = False) -> Results:
+    def finish_step(self, finished_req_ids: Iterable[str] = (), idle: bool = False) -> StepResults:
         """Returns requests received or failed since the last step. The others continue.
 
         idle: the step computed nothing, so that the call may wait briefly.
         """
-        results = Results()
+        results, aborted = StepResults(), list(finished_req_ids)
         with self.lock:
-            for req_id in finished_req_ids:
+            for req_id in aborted:
                 self.attempt("an abort", self.consumer.cancel, req_id)
             waits = idle and bool(self.consumer.live) and not self.consumer.has_outcomes
             self._idle.begin()
@@ -207,7 +197,7 @@ class DecodeWorker(IOThread):
             self._idle.worked()
         with self.lock:
             for outcome in self.consumer.take_outcomes():
-                results.done.add(outcome.req_id)
+                results.received.add(outcome.req_id)
                 results.failed_blocks.update(outcome.failed_blocks)
                 if outcome.reason:
                     reason, failure = printable(outcome.reason), outcome.failure or ReceiveFailure.PREFILL
@@ -215,7 +205,7 @@ class DecodeWorker(IOThread):
                     results.failures[outcome.req_id] = failed
                     name = printable(outcome.req_id)
                     logger.warning("request %s was not received (%s): %s", name, failure.value, reason)
-        if finished_req_ids:
+        if aborted:
             self.wake()
         return results
 
