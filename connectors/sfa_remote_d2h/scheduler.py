@@ -209,8 +209,8 @@ class DecodeScheduler(ConnectorScheduler):
             if failure.prefill_layout:
                 body["prefill_layout"] = failure.prefill_layout
             post = partial(self._rendezvous.notify, url, body)
-            told = self._guard.run(req_id, "failure notice", post, lambda _: False)
-            if not told:
+            notified = self._guard.run(req_id, "failure notice", post, lambda _: False)
+            if not notified:
                 logger.debug("the proxy is not told that %s failed", shown(req_id))
 
     def received(self, received: Iterable[str]) -> None:
@@ -236,7 +236,7 @@ class DecodeScheduler(ConnectorScheduler):
 
 
 @dataclass
-class Tracked:
+class HandOver:
     """A request that decode waits for. published: number of blocks already passed to the worker."""
 
     request: Request
@@ -262,7 +262,7 @@ class PrefillScheduler(ConnectorScheduler):
     def __init__(self, block_size: int, tp_size: int, hosts: HostList) -> None:
         self._block_size, self._tp_size, self._hosts = block_size, tp_size, hosts
         self._guard, self._log = RequestGuard(), QuietLog(__name__)
-        self._tracked: dict[str, Tracked] = {}
+        self._tracked: dict[str, HandOver] = {}
         self._dropped: list[tuple[str, bool]] = []
         self._held: list[str] = []
         self._kept: set[str] = set()
@@ -300,7 +300,9 @@ class PrefillScheduler(ConnectorScheduler):
         except Refusal as refusal:
             self._refuse(req_id, digest, str(refusal), refusal.target)
             return
-        self._tracked[req_id] = Tracked(request, params.target, digest, len(prompt), params.cached_tokens, [])
+        self._tracked[req_id] = HandOver(
+            request, params.target, digest, len(prompt), params.cached_tokens, []
+        )
 
     def _refuse(self, req_id: str, prompt: bytes, reason: str, target: Target | None) -> None:
         """Does not hand the request over, and tells decode if its address is known."""
@@ -333,7 +335,7 @@ class PrefillScheduler(ConnectorScheduler):
         return made
 
     def _scheduled(
-        self, output: SchedulerOutput, req_id: str, tracked: Tracked, block_ids: list[int], computed: int
+        self, output: SchedulerOutput, req_id: str, tracked: HandOver, block_ids: list[int], computed: int
     ) -> PrefillStep | None:
         tracked.blocks += block_ids
         scheduled = output.num_scheduled_tokens[req_id]
@@ -350,16 +352,16 @@ class PrefillScheduler(ConnectorScheduler):
         """Takes the workers' report: requests that decode has read, and blocks that lost their KV."""
         self.sent(output.finished_sending or ())
         if output.invalid_block_ids:
-            self.lost(output.invalid_block_ids)
+            self.blocks_invalid(output.invalid_block_ids)
 
-    def lost(self, block_ids: Collection[int]) -> None:
+    def blocks_invalid(self, block_ids: Collection[int]) -> None:
         """Ends the transfers of requests whose blocks lost their KV, even if they merely could not be
         stored; they start again if the request continues."""
         for req_id, tracked in self._tracked.items():
             if tracked.opened and not set(block_ids).isdisjoint(tracked.blocks):
                 self._begin_anew(req_id, tracked)
 
-    def _begin_anew(self, req_id: str, tracked: Tracked) -> None:
+    def _begin_anew(self, req_id: str, tracked: HandOver) -> None:
         tracked.opened = tracked.complete = False
         tracked.published = 0
         self._dropped.append((req_id, True))
@@ -371,7 +373,7 @@ class PrefillScheduler(ConnectorScheduler):
             del self._tracked[req_id]
             self._dropped.append((req_id, True))
 
-    def _step(self, req_id: str, tracked: Tracked, computed: int) -> PrefillStep:
+    def _step(self, req_id: str, tracked: HandOver, computed: int) -> PrefillStep:
         final = computed >= tracked.num_prompt_tokens
         computed = min(computed, tracked.num_prompt_tokens)
         begin, end = chunk_range(tracked.cached_tokens, tracked.published, computed, self._block_size, final)

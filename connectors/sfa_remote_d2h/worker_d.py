@@ -216,8 +216,8 @@ class DecodeWorker(ConnectorWorker):
 
     def _round(self, ready: set[zmq.Socket[bytes]], now: float) -> None:
         if self._router.closed or self._gate.stuck >= MAX_STUCK:
-            text = f"{MAX_STUCK} connections of strangers would not end: the control port is opened anew"
-            self.quiet.warning("stuck", text)
+            text = f"{MAX_STUCK} unproven connections would not end: the control port is opened anew"
+            self.limited_log.warning("stuck", text)
             self._listen_anew()
         if self._gatekeeper is not None:
             self.attempt("a check of keys", self._gatekeeper.answer)
@@ -256,10 +256,12 @@ class DecodeWorker(ConnectorWorker):
                 if self._key is not None
                 else "a control_key_file, or no ZeroMQ"
             )
-            self.quiet.warning("handshake", f"a connection to the control port failed: its sender has {key}")
+            self.limited_log.warning(
+                "handshake", f"a connection to the control port failed: its sender has {key}"
+            )
         if self._gate.closed > closed:
             text = "a connection to the control port was closed: no Hello with the secret of this start came"
-            self.quiet.warning("stranger", text)
+            self.limited_log.warning("stranger", text)
 
     def _take(self, now: float, frames: list[zmq.Frame]) -> None:
         """Handles a message, together with its connection."""
@@ -307,7 +309,9 @@ class DecodeWorker(ConnectorWorker):
         """Counts and logs a refusal. descriptor: connection to end if it is unauthenticated, or -1."""
         self.frames_refused += 1
         sender = identity.decode("ascii", "backslashreplace")
-        self.quiet.error(f"refused {kind}", f"prefill rank {printable(sender, 64)}: {printable(reason)}")
+        self.limited_log.error(
+            f"refused {kind}", f"prefill rank {printable(sender, 64)}: {printable(reason)}"
+        )
         self._gate.refuse(descriptor)
 
     def _meet(self, hello: Hello) -> None:
@@ -330,11 +334,11 @@ class DecodeWorker(ConnectorWorker):
                 outbox, consumer.outbox = consumer.outbox, []
                 orders, consumer.orders = consumer.orders, []
                 cancelled, consumer.to_cancel = consumer.to_cancel, []
-                lost, consumer.lost_peers = consumer.lost_peers, []
+                failed, consumer.failed_peers = consumer.failed_peers, []
                 hellos, consumer.to_meet = consumer.to_meet, []
                 if consumer.has_outcomes:
                     self._idle.tell()
-            for session in lost:
+            for session in failed:
                 self._reads.leave(session)
             for order in orders:
                 self._reads.begin(order)

@@ -274,7 +274,7 @@ class PrefillWorker(ConnectorWorker):
                 f"decode rank at {printable(host, 64)}:{port} has not answered for {SILENT_S:g} s: it is "
                 "down, was restarted since the request was sent, or has another control_key_file"
             )
-            self.quiet.warning("silent", text)
+            self.limited_log.warning("silent", text)
         if self._on_news is not None:
             self.attempt("news", self._on_news)
 
@@ -298,7 +298,7 @@ class PrefillWorker(ConnectorWorker):
                     self.producer.fail_endpoint(endpoint)
                 name = printable(f"{endpoint[0]}:{endpoint[1]}", 128)
                 text = f"decode rank at {name} can't be talked to, its transfers end: {printable(str(error))}"
-                self.quiet.error("endpoint", text)
+                self.limited_log.error("endpoint", text)
 
     def _take(self, now: float, endpoint: Endpoint, frames: list[zmq.Frame]) -> None:
         if len(frames) == 1:
@@ -323,11 +323,11 @@ class PrefillWorker(ConnectorWorker):
             refused = link.refused if link is not None else ""
         if refused:
             text = f"decode rank at {endpoint[0]}:{endpoint[1]} refuses this engine: {printable(refused)}"
-            self.quiet.error("refused", text)
+            self.limited_log.error("refused", text)
 
     def _refuse(self, endpoint: Endpoint, kind: str, reason: str) -> None:
         self.frames_refused += 1
-        self.quiet.error(kind, f"decode rank at {endpoint[0]}:{endpoint[1]}: {printable(reason)}")
+        self.limited_log.error(kind, f"decode rank at {endpoint[0]}:{endpoint[1]}: {printable(reason)}")
 
     def _socket(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
         """Returns the connection to an endpoint. Raises EndpointError, HostError, ZMQError."""

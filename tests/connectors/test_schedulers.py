@@ -319,7 +319,7 @@ def test_a_loss_begins_again(prefill, preempted):
     prefill.allocated(served)
     req_id = served.request_id
     run(prefill, req_id, [5, 6, 7], 0, 10, new=True)
-    prefill.lost({6})
+    prefill.blocks_invalid({6})
     if preempted:
         assert prefill.metadata(Output(preempted_req_ids={req_id})).dropped == [(req_id, True)]
         prefill.allocated(served)

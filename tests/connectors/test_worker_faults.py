@@ -297,7 +297,7 @@ def test_many_declines_close_no_connection_in_use(bench, monkeypatch):
 
 def test_strangers_connections_end(bench, monkeypatch):
     monkeypatch.setattr(connection_gate, "STRANGER_S", 1.0)
-    monkeypatch.setattr(connection_gate, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(connection_gate, "MAX_UNPROVEN", 4)
     receives(bench)
     context = zmq.Context()
     silent = [socket.create_connection((HOST, bench.port)) for _ in range(12)]
@@ -308,7 +308,7 @@ def test_strangers_connections_end(bench, monkeypatch):
         speaker.connect(f"tcp://{HOST}:{bench.port}")
     receives(bench, "meanwhile")
     until(lambda: bench.decode._gate.closed >= 14)
-    until(lambda: bench.decode._gate.strangers == 0)
+    until(lambda: bench.decode._gate.unproven == 0)
     bench.wait_metrics("decode", strangers_closed=bench.decode._gate.closed)
     for connection in silent:
         connection.settimeout(5)
