@@ -161,7 +161,7 @@ def test_sub_requests_of_a_list(prompts: list[Any], n: int) -> None:
 def test_weights_are_tokens() -> None:
     def tokens(**body: Any) -> int:
         kind = "chat" if "messages" in body else "completion"
-        return parse_call(kind, json.dumps(body).encode()).children[0].prefill.tokens  # type: ignore[arg-type]
+        return parse_call(kind, json.dumps(body).encode()).sub_requests[0].prefill.tokens  # type: ignore[arg-type]
 
     assert tokens(prompt=list(range(1000))) == 1000
     assert tokens(prompt="word" * 1000) == 1000
