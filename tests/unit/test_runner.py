@@ -33,7 +33,7 @@ class Manager:
         self.calls: list[Any] = []
         self.geometry = SimpleNamespace(num_mtp_layers=1)
         layers = [torch.zeros((4, 2, ROW_BYTES), dtype=torch.uint8)]
-        self.store = HostRows(layers, runtime, writer=True, barrier=barrier, deadline_s=20)
+        self.host_rows = HostRows(layers, runtime, writer=True, barrier=barrier, deadline_s=20)
 
     def begin_step(self, batch: Any) -> None:
         self.calls.append(("step", batch))
