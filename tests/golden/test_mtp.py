@@ -41,9 +41,9 @@ def compare_all(
     ("model", "drafts", "offload", "workloads"),
     [
         ("glm-tiny-mtp", 1, {"topk_buffer_size": 128}, ORDINARY),  # the smallest for one draft
-        ("glm-tiny-mtp", 3, {"topk_buffer_size": 256, "policy": "fifo"}, ORDINARY),
+        ("glm-tiny-mtp", 3, {"topk_buffer_size": 256, "policy": "fifo"}, BRIEF),
         ("glm-tiny-mtp", 3, {"topk_buffer_size": 1024, "prefill_buffers": 5, "ways": 32}, BRIEF),
-        ("dsv32-tiny-mtp", 3, {"topk_buffer_size": 256, "policy": "clock"}, BRIEF),
+        ("dsv32-tiny-mtp", 3, {"topk_buffer_size": 256, "policy": "clock"}, ["mixed"]),
     ],
 )
 def test_same_results(lab, model, drafts, offload, workloads):
@@ -70,9 +70,8 @@ def test_a_request_as_long_as_the_model(lab):
     assert_same_tokens(result.outcomes, reference.outcomes)
 
 
-@pytest.mark.parametrize(("model", "topk"), [("glm-mtp", 256), ("glm-tiny-mtp-bf16", 64)])
-def test_other_models(lab, model, topk):
-    result = compare(lab, "mixed", model, {"topk_buffer_size": 4 * topk}, **mtp(3))
+def test_another_dtype(lab):
+    result = compare(lab, "mixed", "glm-tiny-mtp-bf16", {"topk_buffer_size": 256}, **mtp(3))
     assert result.trace.stats["hits"] > 0
     assert draft_counts(result)[1] > 0
 

@@ -125,7 +125,7 @@ def test_two_ranks(lab, two_ranks):
 
 def test_two_ranks_with_drafts(lab, two_ranks):
     model, drafting = "glm-tiny-mtp", mtp(3)
-    works = {name: WORKLOADS[name].jobs for name in NAMES}
+    works = {"same_step": WORKLOADS["same_step"].jobs}
     works["one chunk"] = (Job(prompt(800, 13), max_tokens=8), Job(prompt(100, 13), max_tokens=8))
 
     def run(engine, name: str, slow: bool = False):
@@ -139,7 +139,7 @@ def test_two_ranks_with_drafts(lab, two_ranks):
 
     with two_ranks({"topk_buffer_size": 256}, model, **drafting) as offloading:
         for name, (right, right_drafts) in expected.items():
-            outcomes, drafts = run(offloading, name, slow=name != "mixed")
+            outcomes, drafts = run(offloading, name, slow=True)
             assert worst_difference(outcomes, right) == 0.0
             assert drafts == right_drafts
         # control: a draft pass doesn't wait until the rows of the pass before are written
@@ -147,5 +147,5 @@ def test_two_ranks_with_drafts(lab, two_ranks):
         _, drafts = run(offloading, "one chunk", slow=True)
         assert drafts != expected["one chunk"][1]
 
-    for name in NAMES:
-        assert_same_tokens(expected[name][0], lab.reference(name, model, **STEP, **drafting).outcomes)
+    one_rank = lab.reference("same_step", model, **STEP, **drafting).outcomes
+    assert_same_tokens(expected["same_step"][0], one_rank)

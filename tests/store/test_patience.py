@@ -144,9 +144,9 @@ class Stumbles:
     [
         (socket, "getaddrinfo", socket.gaierror(-3, "Temporary failure in name resolution"), 1),
         (socket, "getaddrinfo", socket.gaierror(-2, "Name or service not known"), 25),
-        (os, "listdir", OSError(errno.EMFILE, "Too many open files"), 25),
-        (os, "dup", OSError(errno.EMFILE, "Too many open files"), 25),
-        (os, "eventfd_read", OSError(errno.EIO, "Input/output error"), 25),
+        (os, "listdir", OSError(errno.EMFILE, "Too many open files"), 8),
+        (os, "dup", OSError(errno.EMFILE, "Too many open files"), 8),
+        (os, "eventfd_read", OSError(errno.EIO, "Input/output error"), 8),
         (select, "poll", MemoryError(), 1),
     ],
     ids=["name", "names", "list", "dup", "event", "poll"],
