@@ -206,23 +206,33 @@ def problems(symbols: Sequence[Symbol] = SYMBOLS, where: Where | None = None) ->
     return [problem for symbol in chosen if (problem := find_problem(symbol))]
 
 
-def check_symbols(where: Where) -> None:
-    """Rejects a vllm-ascend that lacks a symbol. Raises StartupRefusedError naming it."""
+def symbols_problem(where: Where) -> ConfigError | None:
+    """Why a vllm-ascend that lacks a symbol can't be used, None if all are there."""
     found = problems(where=where)
-    if found:
-        rule = f"it is not the release this package knows: {'; '.join(found[:3])}"
-        refuse(ConfigError(DISTRIBUTION, _installed(), rule, f"install {DISTRIBUTION}=={RELEASE}"))
+    if not found:
+        return None
+    rule = f"it is not the release this package knows: {'; '.join(found[:3])}"
+    return ConfigError(DISTRIBUTION, _installed(), rule, f"install {DISTRIBUTION}=={RELEASE}")
 
 
-def check_version(installed: str | None = None) -> None:
-    """Rejects a vllm-ascend of another minor release. Raises StartupRefusedError."""
+def version_problem(installed: str | None = None) -> ConfigError | None:
+    """Why a vllm-ascend of another minor release can't be used, None for one that can."""
     version = installed or _installed()
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
     if numbers >= OLDEST and numbers[:2] < TOO_NEW:
-        return
+        return None
     side = "old" if numbers < OLDEST else "new"
     rule = f"too {side}: this package works with 0.23 from {'.'.join(map(str, OLDEST))} on"
-    refuse(ConfigError(DISTRIBUTION, version, rule, f"install {DISTRIBUTION}=={RELEASE}"))
+    # Releases from 0.26 on have an offload with options of the same names.
+    other = "" if numbers < OLDEST else "; to use vllm-ascend's own offload, uninstall vllm-kvoffload"
+    return ConfigError(DISTRIBUTION, version, rule, f"install {DISTRIBUTION}=={RELEASE}{other}")
+
+
+def check_symbols(where: Where) -> None:
+    """Rejects a vllm-ascend that lacks a symbol. Raises StartupRefusedError naming it."""
+    problem = symbols_problem(where)
+    if problem is not None:
+        refuse(problem)
 
 
 def _installed() -> str:

@@ -7,7 +7,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.platforms.cpu.mla import register_mla_layer
 from vllm_kvoffload.platforms.cpu.runner import KVOffloadCPUModelRunner
+from vllm_kvoffload.platforms.cpu.sampling import register_expand_kernel
 from vllm_kvoffload.platforms.parts import log_capacity
 
 logger = get_logger(__name__)
@@ -23,6 +25,8 @@ class KVOffloadCPUWorker(CPUWorker):
     """
 
     def init_device(self) -> None:
+        register_mla_layer()
+        register_expand_kernel()
         self.settings = EngineSettings.of(self.vllm_config, "cpu")
         super().init_device()  # type: ignore[no-untyped-call]
         if self.rank == 0:
