@@ -31,7 +31,7 @@ from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import DECODE, PREFILL, StatsChannel
 from vllm_kvoffload.runtime.base import Event, Stream
 from vllm_kvoffload.runtime.npu import compute_stream
-from vllm_kvoffload.settings.remote_d2h import control_port
+from vllm_kvoffload.settings.remote_d2h import PROTOCOL, control_port
 from vllm_kvoffload.transfer import make_engine
 
 if TYPE_CHECKING:
@@ -99,6 +99,8 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         layout = Layout.of(kv_caches, self._num_blocks)
         model = vllm_config.model_config
         facts = layout.facts(model.hf_text_config, model.dtype, self._block_size)
+        if config.transfer_backend == "memfabric":
+            facts[PROTOCOL] = config.protocol
         self._digest = digest_of(facts)
         tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         role = "prefill" if config.producer else "decode"
@@ -107,7 +109,13 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         if npu is not None:
             device_id = npu.current_device()
             self._compute = compute_stream(npu, device_id)
-        engine = make_engine(config.transfer_backend, role=role, host=get_ip(), device_id=device_id)  # type: ignore[arg-type]
+        engine = make_engine(
+            config.transfer_backend,
+            role=role,  # type: ignore[arg-type]
+            host=get_ip(),
+            device_id=device_id,
+            protocol=config.protocol,
+        )
         dp_rank = vllm_config.parallel_config.data_parallel_index
         fields = PREFILL if config.producer else DECODE
         channel = StatsChannel(fields, vllm_config.instance_id, dp_rank, tp_rank)

