@@ -23,14 +23,19 @@ AARCH64 = (
 )
 
 
-def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
+def pip(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Runs pip in the repository, with one try for each index."""
     settings = {"PIP_RETRIES": "0", "PIP_DEFAULT_TIMEOUT": "15", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PIP_TARGET", "PIP_PREFIX")}
     return subprocess.run(
         [sys.executable, "-m", "pip", *arguments],
-        cwd=ROOT, env={**clean, **settings}, capture_output=True, text=True, check=False, timeout=TIMEOUT_S,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**clean, **settings, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
 
 
 @cache
@@ -57,14 +62,32 @@ def resolve(report: Path, *arguments: str) -> dict[str, dict[str, Any]]:
     return {metadata["name"].lower().replace("_", "-"): metadata for metadata in found}
 
 
-def unpack(requirement: str, folder: Path) -> Path:
-    """A wheel from the index, unpacked; skips the test if the index has none for this machine."""
+def download(requirement: str, folder: Path, *options: str, **environ: str) -> list[Path]:
+    """A wheel from the index; skips the test if the index has none for this machine."""
     require_index()
-    files = folder / "files"
-    ran = pip("download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(files), requirement)
+    chosen = options or ("--only-binary=:all:",)
+    ran = pip("download", "-q", "--no-deps", *chosen, "-d", str(folder), requirement, **environ)
     if ran.returncode:
         pytest.skip(f"the package index has no {requirement} for this machine: {ran.stderr.strip()[-200:]}")
-    for wheel in files.glob("*.whl"):
+    return list(folder.iterdir())
+
+
+def download_source(requirement: str, folder: Path) -> list[Path]:
+    """vllm-ascend's source archive; for its metadata pip runs its set-up, which builds nothing so."""
+    tools = folder / "tools"
+    wanted = ("setuptools", "setuptools-scm", "wheel")
+    ran = pip("install", "-q", "--no-compile", "--target", str(tools), *wanted)
+    if ran.returncode:
+        pytest.skip(f"the package index has no setuptools: {ran.stderr.strip()[-200:]}")
+    name = requirement.partition("==")[0]
+    options = ("--no-build-isolation", f"--no-binary={name}")
+    settings = {"PYTHONPATH": str(tools), "SOC_VERSION": "ascend910b1", "COMPILE_CUSTOM_KERNELS": "0"}
+    return download(requirement, folder / "files", *options, **settings)
+
+
+def unpack(requirement: str, folder: Path) -> Path:
+    """A wheel from the index, unpacked; skips the test if the index has none for this machine."""
+    for wheel in download(requirement, folder / "files"):
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder / "site")
     return folder / "site"

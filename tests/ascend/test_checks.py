@@ -23,7 +23,7 @@ from vllm_kvoffload.platforms.ascend.caches import (
     layer_caches,
 )
 from vllm_kvoffload.platforms.ascend.connectors import name_modules
-from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV
+from vllm_kvoffload.platforms.ascend.operators import KERNELS_ENV
 from vllm_kvoffload.settings.connectors import connector_parts
 from vllm_kvoffload.settings.errors import ConfigError
 
@@ -199,7 +199,7 @@ FULL = [{"eager": False, "mode": mode} for mode in ("FULL", "FULL_DECODE_ONLY", 
 def test_full_graphs_are_refused_where_layers_need_the_host(
     graphs: dict[str, Any], change: dict[str, Any], fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(checks.KERNELS_ENV, "libkvoffload_ascend.so")
+    monkeypatch.setenv(KERNELS_ENV, "libkvoffload_ascend.so")
     with pytest.raises(ConfigError, match=r"cudagraph_mode.*full graph") as caught:
         checks.check_ascend(engine(**graphs, **change))
     assert fix in str(caught.value)
@@ -208,15 +208,15 @@ def test_full_graphs_are_refused_where_layers_need_the_host(
 
 @pytest.mark.parametrize("graphs", FULL)
 def test_full_graphs_take_the_kernels(graphs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(checks.KERNELS_ENV, "libkvoffload_ascend.so")
+    monkeypatch.setenv(KERNELS_ENV, "libkvoffload_ascend.so")
     checks.check_ascend(engine(**graphs))
     checks.check_ascend(engine(**graphs, speculative=drafting("mtp", True)))
     checks.check_ascend(engine(**graphs, speculative=drafting("ngram")))
     if graphs["mode"] == "FULL_AND_PIECEWISE":
         with pytest.raises(ConfigError, match="splitting_ops"):
             checks.check_ascend(engine(**graphs, splits=[]))
-    monkeypatch.delenv(checks.KERNELS_ENV)
-    with pytest.raises(ConfigError, match="Fix: set KVOFFLOAD_ASCEND_OPS"):
+    monkeypatch.delenv(KERNELS_ENV)
+    with pytest.raises(ConfigError, match="Fix: run kvoffload build-ops"):
         checks.check_ascend(engine(**graphs))
 
 
@@ -252,7 +252,7 @@ def test_compact_delivery_takes_kernels_and_their_own_plan(
 ) -> None:
     config = engine(additional=with_options(delivery="compact"))
     monkeypatch.delenv(KERNELS_ENV, raising=False)
-    with pytest.raises(ConfigError, match=f"{KERNELS_ENV} is not set"):
+    with pytest.raises(ConfigError, match="kernels, which are not built"):
         checks.check_ascend(config)
     monkeypatch.setenv(KERNELS_ENV, str(tmp_path))
     checks.check_ascend(config)

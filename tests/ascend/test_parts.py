@@ -22,8 +22,9 @@ from vllm_kvoffload.layerwise.pipeline import LayerMemory, LayerPipeline, Limits
 from vllm_kvoffload.platforms.ascend import memfabric_kernels
 from vllm_kvoffload.platforms.ascend import offload as offload_module
 from vllm_kvoffload.platforms.ascend.host_memory import MemfabricMemory, SegmentMemory
-from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, DeviceInts, KernelRows, load_kernels
+from vllm_kvoffload.platforms.ascend.kernels import DeviceInts, KernelRows, load_kernels
 from vllm_kvoffload.platforms.ascend.offload import AscendOffload, open_parts
+from vllm_kvoffload.platforms.ascend.operators import KERNELS_ENV
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows, SplitRows
 from vllm_kvoffload.runtime import CpuRuntime, TaskFailedError, WaitTimeoutError
 from vllm_kvoffload.runtime.base import Runtime

@@ -24,6 +24,7 @@ from test_checks import (
 )
 
 from vllm_kvoffload.platforms.ascend import checks
+from vllm_kvoffload.platforms.ascend.operators import KERNELS_ENV
 from vllm_kvoffload.settings.errors import ConfigError
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -89,7 +90,7 @@ def configuration(kind: str, change: dict[str, Any]) -> SimpleNamespace:
 
 @pytest.mark.parametrize(("kind", "change", "named"), cells())
 def test_cell(kind: str, change: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(checks.KERNELS_ENV, raising=False)
+    monkeypatch.delenv(KERNELS_ENV, raising=False)
     config = configuration(kind, change)
     if named == "-":
         checks.check_ascend(config)

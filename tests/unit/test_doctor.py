@@ -26,6 +26,11 @@ FILES = {
     "usr/local/Ascend/driver/version.info": "Version=25.5.1\n",
     "usr/local/Ascend/ascend-toolkit/latest/compiler/version.info": "timestamp=1\nVersion=9.1.0\n",
     "proc/sys/vm/nr_hugepages": "200000\n",
+    "proc/meminfo": "MemTotal: 1 kB\nHugepagesize:       2048 kB\n",
+    "proc/sys/kernel/osrelease": "5.15.0-91-generic\n",
+    "proc/sys/vm/overcommit_memory": "0\n",
+    "sys/devices/system/node/online": "0-3\n",
+    "proc/self/status": "Mems_allowed_list:\t0-3\n",
     "etc/meta.conf": META,
     "etc/local.conf": LOCAL,
     "opt/ops.so": "",
@@ -76,6 +81,12 @@ def test_a_machine_that_lacks_nothing(machine: Machine) -> None:
             "Version=8.5.0", "CANN", "fail", "9.1.0 or later",
         ),
         ("proc/sys/vm/nr_hugepages", "0", "huge pages", "warn", "nr_hugepages"),
+        ("proc/sys/vm/nr_hugepages", "199000", "huge pages", "warn", "512 for each GiB"),
+        ("proc/meminfo", "Hugepagesize: 1024 kB", "huge pages", "warn", "1024 for each GiB"),
+        ("proc/sys/kernel/osrelease", "5.10.0-216.oe2203", "kernel", "warn", "later than 5.10"),
+        ("proc/sys/kernel/osrelease", None, "kernel", "warn", "later than 5.10"),
+        ("proc/sys/vm/overcommit_memory", "2", "kernel", "warn", "overcommit_memory"),
+        ("proc/self/status", "Mems_allowed_list:\t1-2\n", "NUMA nodes", "warn", "cpuset"),
         ("etc/local.conf", None, "MMC_LOCAL_CONFIG_PATH", "warn", "export MMC_LOCAL_CONFIG_PATH"),
         ("etc/local.conf", LOCAL.replace("6000", "6001"), "MemCache's files", "fail", "tcp://10.0.0.1:6000"),
         ("etc/local.conf", LOCAL.replace("device_rdma", "tcp"), "MemCache's files", "fail", "device_sdma"),
@@ -190,6 +201,15 @@ def test_a_core_that_does_not_load(machine: Machine) -> None:
     found = wrong(replace(machine, core=lambda: "GLIBCXX_3.4.32 not found"))
     assert list(found) == ["C++ core"]
     assert "GLIBCXX" in found["C++ core"].found
+
+
+def test_huge_pages_of_a_kernel_with_large_pages(machine: Machine) -> None:
+    """64 KiB pages on aarch64: a huge page is 512 MiB, so that few are enough."""
+    (machine.root / "proc/meminfo").write_text("Hugepagesize: 524288 kB\n")
+    (machine.root / "proc/sys/vm/nr_hugepages").write_text("800")
+    assert wrong(machine) == {}
+    (machine.root / "proc/sys/vm/nr_hugepages").write_text("700")
+    assert "2 for each GiB" in wrong(machine)["huge pages"].fix
 
 
 def test_ports(machine: Machine) -> None:

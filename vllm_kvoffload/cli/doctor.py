@@ -18,14 +18,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from vllm_kvoffload.memory.numa import allowed_nodes
 from vllm_kvoffload.platforms.ascend.memfabric_kernels import EXTEND, UPGRADE, find_kernels, how_to_build
+from vllm_kvoffload.platforms.ascend.operators import BUILD, KERNELS_ENV, library_path
 from vllm_kvoffload.platforms.ascend.symbols import OLDEST, RELEASE, TOO_NEW
 from vllm_kvoffload.platforms.foreign import ASCEND_PLUGIN, GENERAL, METRICS, PLUGINS, core_problem
 
 LEAST_DRIVER = (25, 5, 1)
 LEAST_CANN = (9, 1, 0)
 """What vllm-ascend 0.23.0 and its post release are built and tested with."""
-HUGE_PAGES = 200000
+HUGE_KIB = 390 << 20
+"""Of huge pages, for the host pool of an engine as in docs/ascend.md, in KiB."""
 VLLM = (0, 23)
 MEMFABRIC, MEMFABRIC_TOO_NEW = (1, 2), (1, 4)
 """Releases of MemFabric, and of MemCache beside it, whose names and signatures were compared."""
@@ -251,14 +254,49 @@ def check_copy_kernel(machine: Machine) -> Finding:
 
 
 def check_hugepages(machine: Machine) -> Finding:
-    text = machine.read("proc/sys/vm/nr_hugepages") or "0"
-    pages = int(text.strip() or 0)
-    good = pages >= HUGE_PAGES
+    """Checks that there are as many as host pools need; their size depends on the kernel's page size."""
+    pages = int((machine.read("proc/sys/vm/nr_hugepages") or "0").strip() or 0)
+    size = re.search(r"^Hugepagesize:\s*(\d+) kB", machine.read("proc/meminfo") or "", re.MULTILINE)
+    kib = int(size[1]) if size else 2048
+    good = pages * kib >= HUGE_KIB
+    wanted, per_gib = -(-HUGE_KIB // kib), (1 << 20) / kib
     fix = (
-        "as root, on each host: echo PAGES > /proc/sys/vm/nr_hugepages, with 512 for each GiB of host pools "
-        f"and of MemCache's DRAM, and some more; {HUGE_PAGES} are {HUGE_PAGES // 512} GiB"
+        f"as root, on each host: echo PAGES > /proc/sys/vm/nr_hugepages, with {per_gib:g} for each GiB of "
+        f"host pools and of MemCache's DRAM, and some more; {wanted} are {HUGE_KIB >> 20} GiB"
     )
-    return Finding("huge pages", Verdict.OK if good else Verdict.WARN, str(pages), "" if good else fix)
+    shown = f"{pages} of {kib >> 10} MiB"
+    return Finding("huge pages", Verdict.OK if good else Verdict.WARN, shown, "" if good else fix)
+
+
+def check_kernel(machine: Machine) -> Finding:
+    """Checks what the kernel must do to map ordinary memory for devices, and to reserve addresses."""
+    release = machine.read("proc/sys/kernel/osrelease") or ""
+    if numbers(release)[:2] <= (5, 10):
+        fix = (
+            "use a kernel later than 5.10: aclrtHostRegister maps ordinary memory for a device with those "
+            "only, which a host pool in a shared-memory segment needs. MemFabric makes memory of its own"
+        )
+        return Finding("kernel", Verdict.WARN, release.strip() or "unknown", fix)
+    if (machine.read("proc/sys/vm/overcommit_memory") or "").strip() == "2":
+        fix = (
+            "echo 0 > /proc/sys/vm/overcommit_memory: MemFabric reserves addresses for the pool in each "
+            "rank, ranks x size in all"
+        )
+        return Finding("kernel", Verdict.WARN, "vm.overcommit_memory is 2", fix)
+    return Finding("kernel", Verdict.OK, release.strip())
+
+
+def check_numa(machine: Machine) -> Finding:
+    """Checks that a process may spread its pages over all NUMA nodes of the machine."""
+    online = (machine.read("sys/devices/system/node/online") or "0").strip()
+    allowed = allowed_nodes(machine.read("proc/self/status") or "")
+    nodes = allowed_nodes(f"Mems_allowed_list:\t{online}\n")
+    absent = sorted(set(nodes) - set(allowed)) if allowed else []
+    if absent:
+        shown = f"memory of node {', '.join(map(str, absent))} may not be taken"
+        fix = "allow all of them (cpuset.mems; docker --cpuset-mems): all devices read the host pool"
+        return Finding("NUMA nodes", Verdict.WARN, shown, fix)
+    return Finding("NUMA nodes", Verdict.OK, f"{len(nodes)}, all allowed")
 
 
 def check_hash_seed(machine: Machine) -> Finding:
@@ -284,11 +322,12 @@ def check_ports(machine: Machine) -> Finding:
 
 
 def check_kernels(machine: Machine) -> Finding:
-    path = machine.variable("KVOFFLOAD_ASCEND_OPS")
-    if path and (machine.root / path.lstrip("/")).is_file():
+    given = machine.variable(KERNELS_ENV)
+    path = given or library_path(machine.environ or {})
+    if path and (machine.root / path.lstrip("/") if given else Path(path)).is_file():
         return Finding("AscendC operators", Verdict.OK, path)
-    found = f"{path}: no such file" if path else "KVOFFLOAD_ASCEND_OPS is not set: plans are made on the host"
-    fix = "build them (docs/ascend-build.md) and export KVOFFLOAD_ASCEND_OPS with the library's path"
+    found = f"{path}: no such file" if path else "not built: plans are made on the host"
+    fix = f"unset {KERNELS_ENV} and {BUILD}" if path else BUILD
     return Finding("AscendC operators", Verdict.FAIL if path else Verdict.WARN, found, fix)
 
 
@@ -343,6 +382,8 @@ def examine(machine: Machine) -> list[Finding]:
         check_plugins(machine),
         check_copy_kernel(machine),
         check_hugepages(machine),
+        check_kernel(machine),
+        check_numa(machine),
         check_hash_seed(machine),
         check_ports(machine),
         *check_conf_files(machine),

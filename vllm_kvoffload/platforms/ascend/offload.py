@@ -21,7 +21,8 @@ from vllm_kvoffload.platforms.ascend.host_memory import (
     SegmentMemory,
     load_offload,
 )
-from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, KernelRows, load_kernels
+from vllm_kvoffload.platforms.ascend.kernels import KernelRows, load_kernels
+from vllm_kvoffload.platforms.ascend.operators import KERNELS_ENV
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows
 from vllm_kvoffload.platforms.parts import RankGroup, WorkerOffload, open_recorder, open_segment
 from vllm_kvoffload.runtime.npu import NpuRuntime
@@ -39,7 +40,7 @@ logger = get_logger(__name__)
 
 HOST_PLANS = (
     "The AscendC kernels (%s) are not there: plans are made on the host, which waits for the device once in "
-    "each index group. See docs/ascend.md."
+    "each index group. Build them with kvoffload build-ops."
 )
 
 
@@ -243,7 +244,7 @@ def open_parts(
         if kernels is None:
             logger.warning(HOST_PLANS, KERNELS_ENV)
         return memory, SparseCopyRows(*basics, offload.sparse_copy), kernels
-    pool = open_segment(layout, config, group, barrier)
+    pool = open_segment(layout, config, group, barrier, spread=True)
     if kernels is not None:
         memory = SegmentMemory(pool, kernels.host_register, kernels.host_unregister)
         return memory, KernelRows(*basics, kernels), kernels
