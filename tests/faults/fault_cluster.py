@@ -40,6 +40,7 @@ LEASE_S = 3.0
 REQUEST_S = 25.0
 READY_S = 240.0
 QUIET_S = 60.0
+DEADLINE_S = 60.0
 """By then everything must be as it was."""
 MAX_SEQS = 8
 MAX_MODEL_LEN = 2048
@@ -424,6 +425,9 @@ class Cluster:
     def settle(self) -> None:
         """Takes the state as the one to come back to, once it has stopped changing."""
         self.baseline.clear()
+        for name in ("prefill", "decode"):  # starts pyzmq's thread for large messages, if it isn't there
+            large = self.client(100, to=name, kv_transfer_params={"large": "x" * 100_000}).start()
+            assert large.join(DEADLINE_S)
         self.wait_quiet()
         same_since, last = time.monotonic(), {}
         while time.monotonic() - same_since < 5.0:

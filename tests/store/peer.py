@@ -57,10 +57,10 @@ class Peer:
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
 
-    def answer(self) -> Any:
-        """The next answer."""
+    def answer(self, seconds: float = ANSWER_S) -> Any:
+        """The next answer. seconds: then the peer is killed."""
         assert self._process.stdout is not None
-        watchdog = threading.Timer(ANSWER_S, self.kill)
+        watchdog = threading.Timer(seconds, self.kill)
         watchdog.start()
         try:
             line = self._process.stdout.readline()

@@ -263,13 +263,13 @@ def test_even_exits_do_not_kill_the_thread(runtime: CpuRuntime, error: type[Base
 
 
 def test_a_failure_nobody_waits_for_is_logged_and_raised_by_shutdown(
-    log: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     runtime = CpuRuntime()
     runtime.stream("a").submit(fail, label="copy")
-    with log.at_level(logging.ERROR), pytest.raises(TaskFailedError, match="copy"):
+    with caplog.at_level(logging.ERROR), pytest.raises(TaskFailedError, match="copy"):
         runtime.shutdown()
-    assert "task 'copy' of stream 'a' failed" in log.text
+    assert "task 'copy' of stream 'a' failed" in caplog.text
     runtime.shutdown()
 
 

@@ -150,14 +150,16 @@ class TraceRecorder:
 
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
+            written = False
             if not self._failed:
                 try:
                     self._write(call)
+                    written = True
                 except Exception as error:
                     self._fail(error)
             with self._lock:
                 self._waiting_bytes -= call.topk.nbytes
-                self._dropped += self._failed
+                self._dropped += not written
             self._spares.append(call.memory)
         if self._failed:
             self._writer.abandon()
