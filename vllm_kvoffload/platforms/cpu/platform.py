@@ -73,13 +73,16 @@ class KVOffloadCpuPlatform(CpuPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         model_config = vllm_config.model_config
-        index_topk = getattr(model_config.hf_text_config, "index_topk", None) if model_config else None
+        if model_config is None:  # not an engine's
+            super().check_and_update_config(vllm_config)
+            return
+        index_topk = getattr(model_config.hf_text_config, "index_topk", None)
         asked = request_of(vllm_config, store_is_shared=False)
         choose_spinning(bool(asked) or index_topk is not None)
         if asked:
             check_plugins(asked)
         if index_topk is None:
-            if asked and model_config is not None:
+            if asked:
                 check_engine(vllm_config)  # refuses: everything of ours needs an indexer
             super().check_and_update_config(vllm_config)
             return
