@@ -12,7 +12,7 @@ from importlib import metadata
 from vllm_kvoffload.platforms.foreign import cpu_problem, platform_problem, watch
 from vllm_kvoffload.settings.connectors import MODULES, MULTI, REMOTE_D2H, STORE
 
-CPU_PLATFORM = "vllm_kvoffload.platforms.cpu.platform.KVOffloadCpuPlatform"
+CPU_PLATFORM = "vllm_kvoffload.platforms.cpu.platform.KVOffloadCPUPlatform"
 
 
 def cpu_platform() -> str | None:

@@ -18,7 +18,7 @@ import vllm_ascend.worker.worker  # noqa: F401  # the only order in which upstre
 from adapter_model import HIDDEN, STEPS, TYPES, Adapter, Setup, common_metadata, make_step, patch_tables
 from kernel_stand_ins import CoreKernels
 from simulated_graph import Graph, add_graphs
-from simulated_npu import SimulatedNpu, install
+from simulated_npu import SimulatedNPU, install
 from torch.fx.experimental.proxy_tensor import make_fx
 from vllm.compilation.backends import split_graph
 from vllm.compilation.cuda_graph import CUDAGraphOptions
@@ -155,7 +155,7 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Graph]]:
     install(monkeypatch, 32, [])
     patch_tables(monkeypatch)
     graphs: list[Graph] = []
-    simulated = SimulatedNpu()
+    simulated = SimulatedNPU()
     add_graphs(simulated, graphs, strict=False)
     monkeypatch.setattr(torch, "npu", simulated)
     monkeypatch.setattr(acl_graph, "weak_ref_tensors", lambda tensors: tensors)
@@ -212,7 +212,8 @@ def run_in_graphs(model: Any, adapter: Adapter, mode: CUDAGraphMode) -> Iterator
         common = common_metadata(made, TOKENS - count, adapter.setup)
         metadata = {kind: builder.build(0, common) for kind, builder in adapter.builders.items()}
         static.zero_()[:count] = made["hidden"]
-        with override_forward_context(context_of(adapter, metadata, mode)):
+        context = context_of(adapter, metadata, mode)
+        with override_forward_context(context), adapter.target_pass(context):
             out = model(static)
         yield (out[0] if isinstance(out, tuple) else out)[:count].clone()
 

@@ -25,19 +25,19 @@ class Shape:
     ways: int
     policy: str
     max_query: int = 1
-    rows: int = 0  # of the residency; 0: one more than there are requests
+    partitions: int = 0  # of the residency; 0: one more than there are requests
     compact: bool = False
 
     @property
-    def num_rows(self) -> int:
-        return self.rows or self.requests + 1
+    def num_partitions(self) -> int:
+        return self.partitions or self.requests + 1
 
     @property
     def max_tokens(self) -> int:
         return self.requests * self.max_query + 2
 
     def residency(self) -> Residency:
-        return Residency.allocate(self.num_rows, self.sets * self.ways, self.ways, self.policy)
+        return Residency.allocate(self.num_partitions, self.sets * self.ways, self.ways, self.policy)
 
     def plan_out(self) -> PlanOut:
         return PlanOut(self.max_tokens, self.requests, self.width, self.max_query, compact=self.compact)
@@ -49,7 +49,7 @@ class Shape:
             tokens,
             self.width,
             self.max_query,
-            self.num_rows,
+            self.num_partitions,
             self.sets,
             self.ways,
             POLICIES.index(self.policy),
@@ -68,7 +68,7 @@ class Step:
 
 @dataclass
 class Sequence:
-    """A row's occupant: accepted tokens, and what its last query chose."""
+    """A partition's occupant: accepted tokens, and its last query's ids."""
 
     stable: int
     previous: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -129,14 +129,16 @@ def make_step(
     kinds: tuple[str, ...],
     whole: bool = False,
 ) -> Step:
-    """One step: rows in any order, some requests without a row or without tokens, drafts accepted or not.
-    ``whole``: every request has a row and all its query tokens."""
-    rows = rng.permutation(shape.num_rows)[: shape.requests].astype(np.int32)
+    """One step: partitions in any order, some requests without a partition or without tokens, drafts accepted
+    or not. ``whole``: every request has a partition and all its query tokens."""
+    rows = rng.permutation(shape.num_partitions)[: shape.requests].astype(np.int32)
     if not whole:
         rows[rng.random(shape.requests) < 0.1] = -1
     topk, starts, seq_lens = [], [0], []
-    for row in rows.tolist():
-        sequence = sequences.setdefault(row, Sequence(int(rng.integers(0, 4 * shape.sets * shape.ways))))
+    for partition in rows.tolist():
+        sequence = sequences.setdefault(
+            partition, Sequence(int(rng.integers(0, 4 * shape.sets * shape.ways)))
+        )
         query = 0 if rng.random() < 0.05 else int(rng.integers(1, shape.max_query + 1))
         query = shape.max_query if whole else query
         seq_len = sequence.stable + query
@@ -147,8 +149,8 @@ def make_step(
         starts.append(starts[-1] + query)
         seq_lens.append(seq_len)
         sequence.stable += int(rng.integers(0, query + 1))
-        if rng.random() < 0.05:  # a new occupant, the row not reset
-            sequences[row] = Sequence(int(rng.integers(0, 2 * shape.sets * shape.ways)))
+        if rng.random() < 0.05:  # a new occupant, the partition not reset
+            sequences[partition] = Sequence(int(rng.integers(0, 2 * shape.sets * shape.ways)))
     for _ in range(int(rng.integers(0, 3))):
         topk.append(rng.integers(-1, 100, shape.width).astype(np.int32))
     ids = np.stack(topk) if topk else np.full((1, shape.width), -1, np.int32)

@@ -44,7 +44,7 @@ def test_compact_delivery_of_everything_else(lab, policy, ways):
         assert result.trace.stats["hits"] > 0
 
 
-@pytest.mark.parametrize("workload", ["preempted", "late"])
+@pytest.mark.parametrize("workload", ["preempted", "same_step"])
 @pytest.mark.parametrize("policy", ["fifo", "rrip"])
 def test_compact_delivery_under_pressure(lab, monkeypatch, workload, policy):
     monkeypatch.setenv("KVOFFLOAD_RUNTIME_DELAY", "3:4")

@@ -1,4 +1,4 @@
-"""Cases for the plan: steps of a few requests on the rows of one residency, with ids meant to hurt."""
+"""Cases for the plan: steps of a few requests on the partitions of one residency, with ids meant to hurt."""
 
 from __future__ import annotations
 
@@ -42,29 +42,31 @@ def numbers(rows: torch.Tensor) -> list[int]:
 
 @dataclass(frozen=True)
 class Shape:
-    num_rows: int
+    num_partitions: int
     ways: int
     sets: int
     topk: int
     policy: str
 
     @property
-    def slots_per_row(self) -> int:
+    def slots_per_partition(self) -> int:
         return self.ways * self.sets
 
     @property
     def max_query_len(self) -> int:
-        return min(MAX_QUERY_LEN, self.slots_per_row // self.topk)
+        return min(MAX_QUERY_LEN, self.slots_per_partition // self.topk)
 
     def residency(self) -> ops.Residency:
-        return ops.Residency.allocate(self.num_rows, self.slots_per_row, self.ways, self.policy)
+        return ops.Residency.allocate(self.num_partitions, self.slots_per_partition, self.ways, self.policy)
 
     @property
     def max_tokens(self) -> int:
-        return (self.num_rows + 1) * MAX_QUERY_LEN + 3
+        return (self.num_partitions + 1) * MAX_QUERY_LEN + 3
 
     def plan_out(self, *, compact: bool = False) -> ops.PlanOut:
-        return ops.PlanOut(self.max_tokens, self.num_rows + 1, self.topk, self.max_query_len, compact=compact)
+        return ops.PlanOut(
+            self.max_tokens, self.num_partitions + 1, self.topk, self.max_query_len, compact=compact
+        )
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def choose_ids(
 
 @dataclass
 class Request:
-    """A row's occupant: accepted tokens, and what its last query chose."""
+    """A partition's occupant: accepted tokens, and its last query's ids."""
 
     stable: int
     previous: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -139,11 +141,11 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 @st.composite
 def sequences(draw: st.DrawFn) -> tuple[Shape, list[Step]]:
-    """A residency's shape and 1 to 8 steps on it: rows change hands, drafts get rejected, ids vary."""
+    """A residency's shape and 1 to 8 steps on it: partitions change hands, drafts get rejected, ids vary."""
     shape = draw(shapes())
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     length = draw(st.sampled_from([4, 40, 400]))
-    requests = {row: Request(int(rng.integers(0, length))) for row in range(shape.num_rows)}
+    requests = {partition: Request(int(rng.integers(0, length))) for partition in range(shape.num_partitions)}
     steps = []
     for _ in range(draw(st.integers(1, 8))):
         kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=3))
@@ -163,15 +165,15 @@ def make_step(
     """One step; advances the requests by what they accept of it."""
     reset: tuple[int, ...] = ()
     if reused != "keep":
-        row = int(rng.integers(0, shape.num_rows))
-        requests[row] = Request(int(rng.integers(0, length)))
-        reset = (row,) if reused == "reset" else ()
-    rows = rng.permutation(shape.num_rows)[: rng.integers(1, shape.num_rows + 1)].tolist()
+        partition = int(rng.integers(0, shape.num_partitions))
+        requests[partition] = Request(int(rng.integers(0, length)))
+        reset = (partition,) if reused == "reset" else ()
+    rows = rng.permutation(shape.num_partitions)[: rng.integers(1, shape.num_partitions + 1)].tolist()
     if rng.random() < 0.3:
         rows.insert(int(rng.integers(0, len(rows) + 1)), -1)
     topk, starts, seq_lens = [], [0], []
-    for row in rows:
-        request = requests.get(row, Request(0))
+    for partition in rows:
+        request = requests.get(partition, Request(0))
         query_len = int(rng.integers(0 if rng.random() < 0.1 else 1, shape.max_query_len + 1))
         seq_len = request.stable + query_len
         for _ in range(query_len):

@@ -283,7 +283,7 @@ def test_an_engine_that_does_not_ask_starts_as_without_us(
     beside, text = start(tmp_path, options)
     assert beside, text
     # What stays, and why, is in docs/architecture.md.
-    assert (without.pop("platform"), beside.pop("platform")) == ("CpuPlatform", "KVOffloadCpuPlatform")
+    assert (without.pop("platform"), beside.pop("platform")) == ("CpuPlatform", "KVOffloadCPUPlatform")
     assert beside["environment"].pop("VLLM_USE_BREAKABLE_CUDAGRAPH") == "0"
     ours = {"SfaRemoteD2HConnector", "AscendStoreConnector", "KVOffloadMultiConnector"}
     assert set(beside.pop("names")) == set(without.pop("names")) | ours

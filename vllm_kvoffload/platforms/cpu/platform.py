@@ -42,7 +42,7 @@ WORKER = "vllm_kvoffload.platforms.cpu.worker.KVOffloadCPUWorker"
 SPARSE_BACKEND = "vllm_kvoffload.platforms.cpu.attention.CPUSparseMLABackend"
 
 
-class KVOffloadCpuPlatform(CpuPlatform):
+class KVOffloadCPUPlatform(CpuPlatform):
     """vLLM's CPU platform plus sparse MLA attention and our worker."""
 
     @classmethod
