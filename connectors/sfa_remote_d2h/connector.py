@@ -27,7 +27,7 @@ from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import DECODE, PREFILL, StatsChannel
 from vllm_kvoffload.runtime.base import Event, Stream
 from vllm_kvoffload.runtime.npu import compute_stream
-from vllm_kvoffload.settings.remote_d2h import control_port
+from vllm_kvoffload.settings.remote_d2h import PROTOCOL, control_port
 from vllm_kvoffload.transfer import make_engine
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         layout = Layout.of(kv_caches, self._num_blocks)
         model = self._vllm_config.model_config
         facts = layout.facts(model.hf_text_config, model.dtype, self._block_size)
+        if self._config.transfer_backend == "memfabric":
+            facts[PROTOCOL] = self._config.protocol
         self._digest = digest_of(facts)
         device_id = get_tensor_model_parallel_rank()
         npu = current_npu()
@@ -100,8 +102,13 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_worker(self, layout: Layout, facts: dict[str, str], device_id: int) -> ConnectorWorker:
         vllm_config, config = self._vllm_config, self._config
-        role = "prefill" if config.producer else "decode"
-        engine = make_engine(config.transfer_backend, role=role, host=get_ip(), device_id=device_id)  # type: ignore[arg-type]
+        engine = make_engine(
+            config.transfer_backend,
+            role="prefill" if config.producer else "decode",
+            host=get_ip(),
+            device_id=device_id,
+            protocol=config.protocol,
+        )
         dp_rank = vllm_config.parallel_config.data_parallel_index
         tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         common: dict[str, Any] = {

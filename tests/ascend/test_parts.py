@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,10 +26,12 @@ from vllm_kvoffload.layerwise.pipeline import (
     PipelineStep,
     Rows,
 )
+from vllm_kvoffload.platforms.ascend import memfabric_kernels
 from vllm_kvoffload.platforms.ascend import offload as offload_module
 from vllm_kvoffload.platforms.ascend.host_memory import MemfabricMemory, SegmentMemory
-from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, DeviceInts, KernelRows, load_kernels
+from vllm_kvoffload.platforms.ascend.kernels import DeviceInts, KernelRows, load_kernels
 from vllm_kvoffload.platforms.ascend.offload import open_parts
+from vllm_kvoffload.platforms.ascend.operators import KERNELS_ENV
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows, SplitRows
 from vllm_kvoffload.runtime import CPURuntime, TaskFailedError, WaitTimeoutError
 from vllm_kvoffload.runtime.base import Runtime
@@ -251,7 +254,7 @@ def test_long_reads_are_cut_to_what_memfabrics_kernel_can_hold() -> None:
 
 
 def test_memfabric_that_does_not_start_says_so() -> None:
-    with pytest.raises(RuntimeError, match=r"returned 5.*huge pages"):
+    with pytest.raises(ConfigError, match=r"returned 5.*huge pages"):
         MemfabricMemory(Offload(code=5), LAYOUT, ONE_RANK, 0, lambda: None)
 
 
@@ -271,8 +274,17 @@ def test_a_segment_is_mapped_and_unmapped() -> None:
     assert not mapped
 
 
-def parts(monkeypatch: pytest.MonkeyPatch, *, memfabric: bool, kernels: bool, pulls: bool = False) -> Any:
+def parts(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    memfabric: bool,
+    kernels: bool,
+    pulls: bool = False,
+    problem: ConfigError | None = None,
+) -> Any:
     def load_offload() -> Any:
+        if problem is not None:
+            raise problem
         if not memfabric:
             raise ImportError("No module named 'memfabric_hybrid'")
         return Offload()
@@ -316,6 +328,67 @@ def test_the_best_that_there_is(
 def test_decode_can_not_do_without_memfabric(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"transfer_backend='memfabric'.*install MemFabric"):
         parts(monkeypatch, memfabric=False, kernels=True, pulls=True)
+
+
+def without_kernels(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, version: str, *, size: int | None
+) -> ConfigError | None:
+    """What is said of a package in this folder, whose library has this size; None: there is no file."""
+    (folder / "lib").mkdir()
+    (folder / "__init__.py").touch()
+    if size is not None:
+        (folder / "lib" / memfabric_kernels.LIBRARY).write_bytes(bytes(size))
+    spec = SimpleNamespace(origin=str(folder / "__init__.py"))
+    monkeypatch.setattr(memfabric_kernels, "find_spec", lambda _: spec)
+    monkeypatch.setattr(memfabric_kernels.metadata, "version", lambda _: version)
+    return memfabric_kernels.kernels_problem()
+
+
+def test_memfabric_has_no_kernels_for_a2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    info = SimpleNamespace(__device_type__="A2")
+    monkeypatch.setitem(sys.modules, "vllm_ascend", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm_ascend._build_info", info)
+    line = str(without_kernels(monkeypatch, tmp_path, "1.3.0", size=0))
+    assert "there are none for A2. Fix: let decode run on A3" in line
+    info.__device_type__ = "A3"
+    assert "mfcli kernel install" in str(memfabric_kernels.kernels_problem())
+
+
+@pytest.mark.parametrize(
+    ("version", "size", "fix"),
+    [
+        ("1.3.0", 0, "Fix: run mfcli kernel install"),
+        ("1.2.1", None, "Fix: run mfcli kernel install"),
+        ("1.2.0", None, "Fix: run pip install --no-deps memfabric-hybrid==1.3.0"),
+        ("1.2.0", 9, "Fix: run pip install --no-deps memfabric-hybrid==1.3.0"),  # which doesn't look there
+        ("1.3.0", 9, ""),
+    ],
+)
+def test_memfabric_without_its_kernels(
+    version: str, size: int | None, fix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
+) -> None:
+    monkeypatch.delenv(memfabric_kernels.EXTEND, raising=False)
+    problem = without_kernels(monkeypatch, tmp_path, version, size=size)
+    if not fix:
+        assert problem is None
+        return
+    assert problem is not None
+    assert f"memfabric_hybrid='{version}': its copy kernels" in str(problem)
+    assert fix in str(problem)
+    assert "mfcli kernel install" in str(problem)
+    with pytest.raises(ConfigError, match="mfcli kernel install"):
+        parts(monkeypatch, memfabric=True, kernels=True, pulls=True, problem=problem)
+    for kernels, movement in ((True, KernelRows), (False, PortableRows)):
+        memory, row_ops, _ = parts(monkeypatch, memfabric=True, kernels=kernels, problem=problem)
+        assert isinstance(memory, SegmentMemory)
+        assert type(row_ops) is movement
+        memory.close()
+    assert "the host pool is a shared-memory segment" in caplog.text
+    if version == "1.2.0":
+        (tmp_path / "built").mkdir()
+        (tmp_path / "built" / memfabric_kernels.LIBRARY).write_text("built")
+        monkeypatch.setenv(memfabric_kernels.EXTEND, str(tmp_path / "built"))
+        assert memfabric_kernels.kernels_problem() is None
 
 
 def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

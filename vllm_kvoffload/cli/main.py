@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from vllm_kvoffload.cli import control_key, memcache, proxy, trace
+from vllm_kvoffload.cli import control_key, memcache, operators, proxy, trace
 from vllm_kvoffload.cli import doctor as diagnosis
 from vllm_kvoffload.cli import size as sizing
 from vllm_kvoffload.policies import DEFAULT_POLICY, TABLE
@@ -31,6 +31,7 @@ app = typer.Typer(
 app.add_typer(trace.app, name="trace")
 memcache.add_to(app)
 control_key.add_to(app)
+operators.add_to(app)
 
 
 @app.callback()

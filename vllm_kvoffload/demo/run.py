@@ -172,7 +172,8 @@ def _deployments(
 
 
 def _check_environment(aggregated: bool) -> None:
-    from vllm_kvoffload.plugin import SUPPORTED_VLLM_CPU, cpu_platform
+    from vllm_kvoffload.platforms.foreign import SUPPORTED_VLLM_CPU
+    from vllm_kvoffload.plugin import cpu_platform
 
     if cpu_platform() is None:
         raise ServerError(

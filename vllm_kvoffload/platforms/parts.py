@@ -148,10 +148,19 @@ class WorkerOffload(ABC, Generic[PassT]):
 
 
 def open_segment(
-    layout: HostPoolLayout, config: SparseOffloadConfig, group: RankGroup, barrier: Callable[[], None] | None
+    layout: HostPoolLayout,
+    config: SparseOffloadConfig,
+    group: RankGroup,
+    barrier: Callable[[], None] | None,
+    *,
+    spread: bool = False,
 ) -> HostPool:
-    """Creates the TP ranks' pool as a shared-memory segment. Collective. barrier: None for one rank."""
-    pool = HostPool.create(layout, config.dram_bytes) if group.rank_in_group == 0 else None
+    """Creates the TP ranks' pool as a shared-memory segment. Collective.
+
+    barrier: None for one rank. spread: over the machine's NUMA nodes.
+    """
+    owner = group.rank_in_group == 0
+    pool = HostPool.create(layout, config.dram_bytes, spread=spread) if owner else None
     if barrier is None:
         assert pool is not None
         pool.seal()

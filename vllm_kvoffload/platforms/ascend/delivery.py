@@ -8,7 +8,6 @@ bit-identical.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +16,12 @@ import torch
 from vllm_kvoffload import ops
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.platforms.ascend.kernels import (
-    KERNELS_ENV,
     DeviceBatch,
     DeviceCounters,
     RowKernels,
     StepBuffers,
 )
+from vllm_kvoffload.platforms.ascend.operators import KERNELS_ENV, library_path
 from vllm_kvoffload.platforms.ascend.rows import SplitRows
 from vllm_kvoffload.runtime.npu import NPURuntime
 from vllm_kvoffload.settings.errors import ConfigError
@@ -107,8 +106,8 @@ class _KernelDelivery(Delivery):
             self._plan_group(self._parts.hot.groups[0], decode_topk, dummy, out)
             serve(dummy)
         except ValueError as error:
-            rule, fix = f"its kernels can't serve this engine: {error}", "change that, or unset it"
-            raise ConfigError(KERNELS_ENV, os.environ.get(KERNELS_ENV), rule, fix) from error
+            rule, fix = f"its kernels can't serve this engine: {error}", "change that, or do without them"
+            raise ConfigError(KERNELS_ENV, library_path(), rule, fix) from error
 
 
 class KernelDelivery(_KernelDelivery):

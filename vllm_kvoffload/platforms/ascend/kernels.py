@@ -6,7 +6,6 @@ asynchronously, and the host never waits for them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,14 +16,13 @@ import torch
 from torch.nn.functional import pad
 
 from vllm_kvoffload import ops
+from vllm_kvoffload.platforms.ascend.operators import KERNELS_ENV, library_path
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, Scatter, SplitRows, check_range
 from vllm_kvoffload.runtime.base import Event
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.sparse.stats import OffloadStats
 from vllm_kvoffload.sparse.step_state import StepState
 
-KERNELS_ENV = "KVOFFLOAD_ASCEND_OPS"
-"""Path of libkvoffload_ascend.so; docs/ascend-build.md says how to build it."""
 LINE_INTS = 16
 """int32 per line of 64 bytes; the kernels require every tensor to start on a line."""
 FETCHED, REFUSED = 0, 1  # columns of a report
@@ -33,21 +31,21 @@ FETCHED, REFUSED = 0, 1  # columns of a report
 def load_kernels() -> Any:
     """Returns torch.ops.kvoffload with the AscendC kernels, None if they were not built.
 
-    Raises ConfigError if KVOFFLOAD_ASCEND_OPS names a library that is missing or does not load.
+    Raises ConfigError if KVOFFLOAD_ASCEND_OPS names a library that is missing, or the library does not load.
     """
-    path = os.environ.get(KERNELS_ENV, "")
+    path = library_path()
     if not path:
         return None
     if not Path(path).is_file():
         raise ConfigError(
-            KERNELS_ENV, path, "no such file", "build it, see docs/ascend-build.md, or unset it"
+            KERNELS_ENV, path, "no such file", "unset it and run kvoffload build-ops, or correct it"
         )
     from vllm_kvoffload.ops import torch_ops  # noqa: F401  # declares dsa_plan, which the library implements
 
     try:
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     except OSError as error:
-        fix = "build it against the CANN and torch_npu that are installed, or unset it"
+        fix = "run kvoffload build-ops again, with the CANN and torch_npu that are installed"
         raise ConfigError(KERNELS_ENV, path, f"does not load: {error}", fix) from error
     return torch.ops.kvoffload
 

@@ -24,7 +24,8 @@ from vllm_kvoffload.platforms.ascend.host_memory import (
     SegmentMemory,
     load_offload,
 )
-from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, KernelRows, load_kernels
+from vllm_kvoffload.platforms.ascend.kernels import KernelRows, load_kernels
+from vllm_kvoffload.platforms.ascend.operators import KERNELS_ENV
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows
 from vllm_kvoffload.platforms.parts import (
     ForwardPass,
@@ -48,7 +49,7 @@ logger = get_logger(__name__)
 
 HOST_PLANS = (
     "The AscendC kernels (%s) are not there: plans are made on the host, which waits for the device once in "
-    "each index group. See docs/ascend.md."
+    "each index group. Build them with kvoffload build-ops."
 )
 
 
@@ -250,13 +251,18 @@ def open_parts(
         )
     try:
         offload = load_offload()
+    except ConfigError as error:
+        if pulls:
+            raise
+        logger.warning("%s. Until then the host pool is a shared-memory segment.", error)
+        offload = None
     except (ImportError, OSError) as error:
         if pulls:
             rule = (
                 f"decode's host pool must be MemFabric's memory, and its offload module is missing: {error}"
             )
             raise ConfigError(
-                "transfer_backend", "memfabric", rule, "install MemFabric Hybrid 1.2"
+                "transfer_backend", "memfabric", rule, "install MemFabric Hybrid 1.3, see docs/ascend.md"
             ) from error
         offload = None
     if offload is not None:
@@ -266,7 +272,7 @@ def open_parts(
         if kernels is None:
             logger.warning(HOST_PLANS, KERNELS_ENV)
         return memory, SparseCopyRows(*basics, offload.sparse_copy), kernels
-    pool = open_segment(layout, config, group, barrier)
+    pool = open_segment(layout, config, group, barrier, spread=True)
     if kernels is not None:
         memory = SegmentMemory(pool, kernels.host_register, kernels.host_unregister)
         return memory, KernelRows(*basics, kernels), kernels

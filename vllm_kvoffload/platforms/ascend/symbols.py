@@ -73,6 +73,7 @@ SYMBOLS = (
            where="platform"),
     Symbol(_WORKER, "NPUWorker.init_device", "makes the model runner", ()),
     Symbol(_WORKER, "NPUModelRunner", "the name by which init_device finds the runner's class"),
+    Symbol(_WORKER, "NPUWorker.load_model", "the built model is compared with the geometry after it", ()),
     Symbol(_WORKER, "NPUWorker.determine_available_memory", "reports what the capacity formula found", ()),
     Symbol(_WORKER, "NPUWorker.get_kv_cache_spec", "page sizes are compared with the geometry", ()),
     Symbol(_RUNNER, "NPUModelRunner.initialize_kv_cache_tensors",
@@ -130,6 +131,8 @@ SYMBOLS = (
            "reads hot pool or prefill buffer",
            ("ql_nope", "q_pe", "kv_cache", "topk_indices", "attn_metadata", "actual_seq_lengths_query",
             "actual_seq_lengths_key")),
+    Symbol(_SFA, "_has_shared_indexer_layers", "reads indexer_types, which our platform completes",
+           ("configs",)),
     Symbol("vllm_ascend.device.device_op", "DeviceOperator.execute_sparse_flash_attention_process",
            "the attention operator with a block table of ours",
            ("sfa_impl", "ql_nope", "q_pe", "kv_cache", "topk_indices", "attn_metadata",
@@ -210,23 +213,33 @@ def problems(symbols: Sequence[Symbol] = SYMBOLS, where: Where | None = None) ->
     return [problem for symbol in chosen if (problem := find_problem(symbol))]
 
 
-def check_symbols(where: Where) -> None:
-    """Rejects a vllm-ascend that lacks a symbol. Raises StartupRefusedError naming it."""
+def symbols_problem(where: Where) -> ConfigError | None:
+    """Why a vllm-ascend that lacks a symbol can't be used, None if all are there."""
     found = problems(where=where)
-    if found:
-        rule = f"it is not the release this package knows: {'; '.join(found[:3])}"
-        refuse(ConfigError(DISTRIBUTION, _installed(), rule, f"install {DISTRIBUTION}=={RELEASE}"))
+    if not found:
+        return None
+    rule = f"it is not the release this package knows: {'; '.join(found[:3])}"
+    return ConfigError(DISTRIBUTION, _installed(), rule, f"install {DISTRIBUTION}=={RELEASE}")
 
 
-def check_version(installed: str | None = None) -> None:
-    """Rejects a vllm-ascend of another minor release. Raises StartupRefusedError."""
+def version_problem(installed: str | None = None) -> ConfigError | None:
+    """Why a vllm-ascend of another minor release can't be used, None for one that can."""
     version = installed or _installed()
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
     if numbers >= OLDEST and numbers[:2] < TOO_NEW:
-        return
+        return None
     side = "old" if numbers < OLDEST else "new"
     rule = f"too {side}: this package works with 0.23 from {'.'.join(map(str, OLDEST))} on"
-    refuse(ConfigError(DISTRIBUTION, version, rule, f"install {DISTRIBUTION}=={RELEASE}"))
+    # Releases from 0.26 on have an offload with options of the same names.
+    other = "" if numbers < OLDEST else "; to use vllm-ascend's own offload, uninstall vllm-kvoffload"
+    return ConfigError(DISTRIBUTION, version, rule, f"install {DISTRIBUTION}=={RELEASE}{other}")
+
+
+def check_symbols(where: Where) -> None:
+    """Rejects a vllm-ascend that lacks a symbol. Raises StartupRefusedError naming it."""
+    problem = symbols_problem(where)
+    if problem is not None:
+        refuse(problem)
 
 
 def _installed() -> str:
