@@ -19,7 +19,11 @@ from typing import Any
 import pytest
 import torch
 import vllm_ascend.worker.worker  # noqa: F401  # the only order in which upstream's modules can be imported
-from adapter_model import (
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.utils import AttentionGroup
+from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec
+
+from tests.ascend.adapter_model import (
     BLOCK,
     STEPS,
     TYPES,
@@ -31,13 +35,9 @@ from adapter_model import (
     make_step,
     patch_tables,
 )
-from kernel_stand_ins import CoreKernels, TwinKernels
-from simulated_device import NPU, plain, syncs, watched
-from simulated_npu import install
-from vllm.config import CUDAGraphMode
-from vllm.v1.worker.utils import AttentionGroup
-from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec
-
+from tests.ascend.kernel_stand_ins import CoreKernels, TwinKernels
+from tests.ascend.simulated_device import NPU, plain, syncs, watched
+from tests.ascend.simulated_npu import install
 from vllm_kvoffload.platforms.ascend.attention import (
     KVOffloadSFABackend,
     KVOffloadSFAMetadataBuilder,

@@ -15,8 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from simulated_device import OnNpu, capturing, syncs  # isort: skip
-from simulated_npu import SimulatedNpu  # isort: skip
+from tests.ascend.simulated_device import OnNpu, capturing, syncs  # isort: skip
+from tests.ascend.simulated_npu import SimulatedNpu  # isort: skip
 
 
 class Graph:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from twin_kernels import IN, IN_OUT, UB_BYTES, Kernels, Ran, aligned
 
+from tests.ascendc.twin_kernels import IN, IN_OUT, UB_BYTES, Kernels, Ran, aligned
 from vllm_kvoffload.ops import oracle
 from vllm_kvoffload.ops.types import PlanOut, Residency
 from vllm_kvoffload.policies import POLICIES

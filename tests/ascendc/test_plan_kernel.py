@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from plan_steps import KINDS, PlanOnTwin, Sequence, Shape, Step, make_step
-from twin_kernels import SCHEDULES, Kernels
 
+from tests.ascendc.plan_steps import KINDS, PlanOnTwin, Sequence, Shape, Step, make_step
+from tests.ascendc.twin_kernels import SCHEDULES, Kernels
 from vllm_kvoffload.policies import POLICIES
 
 CORES = (1, 5, 40)

@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import store_model
-from store_model import BLOCK, Engine, Faults
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tests.connectors import store_model
+from tests.connectors.store_model import BLOCK, Engine, Faults
 from vllm_kvoffload.connectors.ascend_store.lost_steps import LostStepScheduler
 from vllm_kvoffload.connectors.ascend_store.scheduler import StoreScheduler
 from vllm_kvoffload.connectors.ascend_store.worker import StoreWorker

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lab import Result
-from test_mtp_baseline import assert_same_tokens, draft_counts, first_drafts, mtp
-from workloads import WORKLOADS
 
+from tests.golden.lab import Result
+from tests.golden.test_mtp_baseline import assert_same_tokens, draft_counts, first_drafts, mtp
+from tests.golden.workloads import WORKLOADS
 from vllm_kvoffload.sparse.offloaded import OffloadedKV
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import worst_difference
-from lab import Lab, Result
+
+from tests.golden.engine import worst_difference
+from tests.golden.lab import Lab, Result
 
 pytestmark = pytest.mark.slow
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from engine import worst_difference
-from lab import OFFLOAD
-from workloads import WORKLOADS
 
+from tests.golden.engine import worst_difference
+from tests.golden.lab import OFFLOAD
+from tests.golden.workloads import WORKLOADS
 from vllm_kvoffload.runtime import DelayPlan
 
 pytestmark = pytest.mark.slow

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from engine import worst_difference
-from lab import OFFLOAD
-from store_lab import transfer_config
-from workloads import WORKLOADS
+
+from tests.golden.engine import worst_difference
+from tests.golden.lab import OFFLOAD
+from tests.golden.store_lab import transfer_config
+from tests.golden.workloads import WORKLOADS
 
 pytestmark = pytest.mark.slow
 

@@ -6,11 +6,11 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from engine import Job, worst_difference
-from lab import TINY
-from store_lab import DEEP, store_engine, store_worker, transfer_config
-from workloads import WORKLOADS, prompt
 
+from tests.golden.engine import Job, worst_difference
+from tests.golden.lab import TINY
+from tests.golden.store_lab import DEEP, store_engine, store_worker, transfer_config
+from tests.golden.workloads import WORKLOADS, prompt
 from vllm_kvoffload.connectors.ascend_store import worker as worker_module
 from vllm_kvoffload.layerwise.pipeline import LayerPipeline
 from vllm_kvoffload.store import StoreError

@@ -6,17 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from engine import Outcome, worst_difference
-from lab import TINY
-from store_lab import DEEP
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import hostsim
-from hostsim.cluster import MetaCluster
+from tests import ROOT, hostsim
+from tests.golden.engine import Outcome, worst_difference
+from tests.golden.lab import TINY
+from tests.golden.store_lab import DEEP
+from tests.hostsim.cluster import MetaCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(hostsim.missing()), reason=hostsim.missing())]
 
@@ -42,10 +39,11 @@ def runs(_lab, tmp_path_factory):
         name: (str(_lab.checkpoint(model)), shared, independent, workloads)
         for name, (model, shared, independent, _, workloads) in PLANS.items()
     }
-    command = [sys.executable, str(Path(__file__).with_name("memcache_child.py")), json.dumps(plans)]
+    command = [sys.executable, "-m", "tests.golden.memcache_child", json.dumps(plans)]
     with MetaCluster(tmp_path_factory.mktemp("memcache"), dram_size="128MB") as cluster:
         done = subprocess.run(
             command,
+            cwd=ROOT,
             env=os.environ | cluster.environ,
             capture_output=True,
             text=True,

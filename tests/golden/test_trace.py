@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine import Job
-from test_deliveries import MODEL, options
-from workloads import prompt
 
+from tests.golden.engine import Job
+from tests.golden.test_deliveries import MODEL, options
+from tests.golden.workloads import prompt
 from vllm_kvoffload import ops
 from vllm_kvoffload.trace import TraceError, TraceReader, TraceStep
 

@@ -7,8 +7,8 @@ import time
 
 import numpy as np
 import pytest
-from pipeline_world import BLOCK, LAYERS, StoreError, World, accept, run, value
 
+from tests.layerwise.pipeline_world import BLOCK, LAYERS, StoreError, World, accept, run, value
 from vllm_kvoffload.layerwise import pipeline as module
 from vllm_kvoffload.layerwise.pipeline import LayerPipeline, Limits, Rows, Step, pieces
 from vllm_kvoffload.layerwise.slot_gate import Blocker, SlotGates

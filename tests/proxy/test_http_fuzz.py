@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 import uvloop
-from proxy_world import HOST, Exchange, World, world
-from test_proxy_edge import ANSWER, BODY, CASES, END, chunked, post
 
+from tests.proxy.proxy_world import HOST, Exchange, World, world
+from tests.proxy.test_proxy_edge import ANSWER, BODY, CASES, END, chunked, post
 from vllm_kvoffload.proxy.edge import Edge
 from vllm_kvoffload.proxy.settings import Deadlines
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-from proxy_world import Exchange, World, decode, free_port, words
 
+from tests.proxy.proxy_world import Exchange, World, decode, free_port, words
 from vllm_kvoffload.cli.proxy import TOKEN_VARIABLE, settings_of
 from vllm_kvoffload.proxy.settings import Deadlines, SettingsError
 

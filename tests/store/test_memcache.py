@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hostsim
 import pytest
-from hostsim.cluster import MetaCluster
-from peer import Peer, wait_until_stopped
 
+from tests import hostsim
+from tests.hostsim.cluster import MetaCluster
+from tests.store.peer import Peer, wait_until_stopped
 from vllm_kvoffload.store.memcache import BEING_WRITTEN
 
 MISSING = hostsim.missing()

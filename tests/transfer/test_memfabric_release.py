@@ -10,23 +10,18 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import hostsim
-
+from tests import ROOT, hostsim
 from vllm_kvoffload.platforms.ascend.rows import MAX_PAIR_BYTES
 
 pytestmark = pytest.mark.skipif(bool(hostsim.missing()), reason=hostsim.missing() or "-")
 
-CHILD = f"""
+CHILD = """
 import inspect, json, sys
 
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-import hostsim
+from tests import hostsim
 
 hostsim.activate()
 import memfabric_hybrid
@@ -35,22 +30,22 @@ from vllm_kvoffload.platforms.ascend.host_memory import load_offload
 offload, engine = load_offload(), memfabric_hybrid.TransferEngine
 methods = ("initialize", "get_rpc_port", "register_memory", "batch_transfer_sync_read")
 functions = ("set_log_level", "set_conf_store_tls")
-print(json.dumps({{
-    "engine": {{name: getattr(engine, name).__doc__ for name in methods}},
-    "functions": {{name: getattr(memfabric_hybrid, name).__doc__ for name in functions}},
-    "offload": {{name: getattr(offload, name).__doc__ for name in ("initialize", "uninitialize", "get_dva")}},
-    "python": {{name: list(inspect.signature(getattr(offload, name)).parameters)
-               for name in ("empty", "sparse_copy")}},
+print(json.dumps({
+    "engine": {name: getattr(engine, name).__doc__ for name in methods},
+    "functions": {name: getattr(memfabric_hybrid, name).__doc__ for name in functions},
+    "offload": {name: getattr(offload, name).__doc__ for name in ("initialize", "uninitialize", "get_dva")},
+    "python": {name: list(inspect.signature(getattr(offload, name)).parameters)
+               for name in ("empty", "sparse_copy")},
     "fields": [name for name in dir(offload.OffloadConfig) if not name.startswith("_")],
     "shared": offload.Scene.SHARED.name,
-}}))
+}))
 """
 
 
 @pytest.fixture(scope="module")
 def package() -> dict:
     ran = subprocess.run(
-        [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", CHILD], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert ran.returncode == 0, ran.stderr
     found: dict = json.loads(ran.stdout.splitlines()[-1])
