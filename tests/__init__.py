@@ -1,4 +1,4 @@
-"""The tests. Their modules import each other as `tests.<area>.<module>`, also in processes that tests start."""
+"""The tests. They import each other as `tests.<area>.<module>`, also in processes that they start."""
 
 from __future__ import annotations
 
