@@ -100,7 +100,7 @@ def essay(characters: int, start: int) -> str:
 # ------------------------------------------------------------------------------------------ the same answers
 
 
-@pytest.mark.parametrize("length", [1, 10, 64, 65, 200, 256, 700, 1500])
+@pytest.mark.parametrize("length", [1, 64, 65, 256, 257, 1500])
 def test_prompt_lengths(servers, length):
     """Below and above top-k (64), whole blocks and not, one chunk and several (of 256)."""
     before = metric(servers.decode[0], PULLED)

@@ -18,13 +18,12 @@ from tests.hostsim.cluster import MetaCluster
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(hostsim.missing()), reason=hostsim.missing())]
 
 PLANS = {
-    "1-first": (TINY, 1, [0], 2 * 384 + 2 * 256, ("prefix", "prefix")),
-    "2-none": (DEEP, 2, [], 2 * 384 + 2 * 256, ("prefix", "prefix")),
     "3-first": (DEEP, 3, [0], 4 * 384 + 2 * 256, ("mixed", "prefix", "prefix")),
-    "4-last": (DEEP, 4, [-1], 5 * 384 + 2 * 256, ("prefix", "prefix")),
+    "1-last": (TINY, 1, [-1], 2 * 384 + 1 * 256, ("prefix", "prefix")),
     "all": (DEEP, None, "all", 7 * 384 + 3 * 256, ("prefix", "prefix")),
 }
-"""Model, buffers, independent layers, bytes of a token on the device, workloads."""
+"""Model, buffers, independent layers, bytes of a token on the device, workloads. test_store.py runs more
+plans, with the embedded store."""
 CHILD_S = 400
 
 

@@ -49,10 +49,9 @@ class Replay:
         self.misses += int(self._out.stats[1])
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_planning_a_recorded_trace_gives_the_engines_counters(lab, tmp_path, drafts):
+def test_planning_a_recorded_trace_gives_the_engines_counters(lab, tmp_path):
     path = tmp_path / "run.kvtrace"
-    engine = lab.engine(MODEL, {"topk_buffer_size": SLOTS, "trace_path": str(path)}, **options(drafts))
+    engine = lab.engine(MODEL, {"topk_buffer_size": SLOTS, "trace_path": str(path)}, **options(3))
     engine.run(JOBS)
     stats = engine.trace.stats
     lab.close()

@@ -21,7 +21,7 @@ from vllm_kvoffload.store.patience import PatientCalls, ServiceWatch
 DEADLINE_S = 20.0
 CALM_S = 2.0
 PROBE_S = 0.3
-"""Duration of a probe in these tests."""
+"""Duration of a probe in the tests of two watches."""
 
 
 class Service:
@@ -61,7 +61,15 @@ class Service:
 
 
 @pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+def service() -> Iterator[Service]:
+    made = Service()
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def slow_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe's connection exists for PROBE_S before it is used, long enough for another watch to see it."""
     connect = socket.create_connection
 
     def slow(*arguments: object, **more: object) -> socket.socket:
@@ -70,9 +78,6 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
         return connection
 
     monkeypatch.setattr(socket, "create_connection", slow)
-    made = Service()
-    yield made
-    made.kill()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -114,10 +119,12 @@ def losses_of_two_watches(service: Service) -> list[int]:
             connection.close()
 
 
+@pytest.mark.usefixtures("slow_probes")
 def test_two_watches_of_one_process_see_no_loss_in_each_other(service: Service) -> None:
     assert losses_of_two_watches(service) == [2, 2]
 
 
+@pytest.mark.usefixtures("slow_probes")
 def test_control_probes_taken_for_the_librarys_connection(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
