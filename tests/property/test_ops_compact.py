@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.property.plan_cases import Step, int32, numbered, numbers
+from tests.plan_cases import Step, int32, numbered, numbers
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import Kind, oracle
 

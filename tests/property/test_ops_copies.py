@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.property.plan_cases import int32
+from tests.plan_cases import int32
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import oracle
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from tests.plan_cases import Shape, Step, int32, numbered, numbers, sequences
 from tests.property.ops_simulation import GatherSimulation
-from tests.property.plan_cases import Shape, Step, int32, numbered, numbers, sequences
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import oracle
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from tests.plan_cases import Shape, Step, sequences
 from tests.property.ops_simulation import CompactSimulation, GatherSimulation, Simulation
-from tests.property.plan_cases import Shape, Step, sequences
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import _C
 from vllm_kvoffload.policies import POLICIES, TABLE

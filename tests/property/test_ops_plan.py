@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.property.plan_cases import OUTPUT, STATE, Shape, Step, sequences
+from tests.plan_cases import OUTPUT, STATE, Shape, Step, sequences
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import oracle
 
