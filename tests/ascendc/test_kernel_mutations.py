@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.ascendc.gather_steps import Selections, gather, make_topk, oracle_gather
-from tests.ascendc.plan_steps import KINDS, PlanOnTwin, Sequence, Shape, make_step
+from tests.ascendc.plan_steps import PlanOnTwin, Shape, make_step
 from tests.ascendc.row_steps import (
     Layout,
     Rows,
@@ -33,6 +33,7 @@ from tests.ascendc.row_steps import (
     serve_compact,
 )
 from tests.ascendc.twin_kernels import ROOT, SCHEDULES, Kernels, Ran, aligned
+from tests.plan_cases import KINDS, Request
 from vllm_kvoffload.ops import oracle
 
 Case = Callable[[Kernels, str, str], Ran]  # (library, schedule, site to drop)
@@ -53,7 +54,7 @@ def differs(ran: Ran, same: bool) -> Ran:
 def plan_case(shape: Shape, cores: int, kinds: tuple[str, ...], steps: int = 3) -> Case:
     """All query tokens in every second step."""
     rng = np.random.default_rng(shape.width)
-    sequences: dict[int, Sequence] = {}
+    sequences: dict[int, Request] = {}
     plan = PlanOnTwin(shape)
     made = []
     for i in range(steps):

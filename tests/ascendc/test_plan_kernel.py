@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ascendc.plan_steps import KINDS, PlanOnTwin, Sequence, Shape, Step, make_step
+from tests.ascendc.plan_steps import PlanOnTwin, Shape, make_step
 from tests.ascendc.twin_kernels import SCHEDULES, Kernels
+from tests.plan_cases import KINDS, Request, Step
 from vllm_kvoffload.policies import POLICIES
 
 CORES = (1, 5, 40)
@@ -35,7 +36,7 @@ def run(
 ) -> torch.Tensor:
     """Returns the sum of the steps' stats."""
     rng = np.random.default_rng(seed)
-    sequences: dict[int, Sequence] = {}
+    sequences: dict[int, Request] = {}
     plan = PlanOnTwin(shape)
     stats = torch.zeros_like(plan.out.stats)
     for i in range(steps):

@@ -16,8 +16,8 @@ POOLS = {
     "128": {"topk_buffer_size": 128, "ways": 32, "policy": "fifo"},
     "holds-all": {"topk_buffer_size": 2048, "prefill_buffers": 5},
 }
-"""Pool sizes at which the offload behaves differently. Property tests show that every policy plans as the oracle
-does, and test_deliveries.py runs each policy."""
+"""Pool sizes at which the offload behaves differently. Property tests show that every policy plans as the
+oracle does, and test_deliveries.py runs each policy."""
 RUNS = [
     *(("smallest", name) for name in ("short", "long", "mixed", "prefix", "abort", "churn")),
     *(("128", name) for name in ("long", "abort", "churn")),
