@@ -18,7 +18,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from vllm_kvoffload.foreign_text import printable
-from vllm_kvoffload.log import QuietLog
+from vllm_kvoffload.log import RateLimitedLog
 from vllm_kvoffload.proxy.chunks import ChunkError, Chunks
 from vllm_kvoffload.proxy.cork import cork
 from vllm_kvoffload.proxy.errors import error_body
@@ -67,7 +67,7 @@ class Door:
         self.head_seconds = settings.deadlines.head
         self.stall_seconds = settings.deadlines.client_stall
         self.waiting: dict[Edge, None] = {}  # without a complete request, oldest first
-        self._log = QuietLog(__name__, period_s=LOG_PERIOD)
+        self._log = RateLimitedLog(__name__, period_s=LOG_PERIOD)
 
     def refused(self, client: object, refusal: Refusal) -> None:
         """Logs a refusal."""

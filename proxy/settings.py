@@ -175,11 +175,6 @@ class ProxySettings:
         return f"{self.metaserver}/failed"
 
     @property
-    def detection_seconds(self) -> float:
-        """Longest time until a frozen engine counts as down."""
-        return PROBE_JITTER * self.probe_interval + 2 * self.deadlines.probe + self.probe_again
-
-    @property
     def probe_again(self) -> float:
         """Seconds until a failed probe is repeated."""
         return min(0.5, self.probe_interval)

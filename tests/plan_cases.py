@@ -1,4 +1,4 @@
-"""Cases for the plan: steps of a few requests on the rows of one residency, with ids meant to hurt.
+"""Cases for the plan: steps of a few requests on the partitions of one residency, with ids meant to hurt.
 
 The tests of the ops and those of the AscendC kernels use the same ones.
 """
@@ -47,29 +47,31 @@ def numbers(rows: torch.Tensor) -> list[int]:
 
 @dataclass(frozen=True)
 class Shape:
-    num_rows: int
+    num_partitions: int
     ways: int
     sets: int
     topk: int
     policy: str
 
     @property
-    def slots_per_row(self) -> int:
+    def slots_per_partition(self) -> int:
         return self.ways * self.sets
 
     @property
     def max_query_len(self) -> int:
-        return min(MAX_QUERY_LEN, self.slots_per_row // self.topk)
+        return min(MAX_QUERY_LEN, self.slots_per_partition // self.topk)
 
     def residency(self) -> ops.Residency:
-        return ops.Residency.allocate(self.num_rows, self.slots_per_row, self.ways, self.policy)
+        return ops.Residency.allocate(self.num_partitions, self.slots_per_partition, self.ways, self.policy)
 
     @property
     def max_tokens(self) -> int:
-        return (self.num_rows + 1) * MAX_QUERY_LEN + 3
+        return (self.num_partitions + 1) * MAX_QUERY_LEN + 3
 
     def plan_out(self, *, compact: bool = False) -> ops.PlanOut:
-        return ops.PlanOut(self.max_tokens, self.num_rows + 1, self.topk, self.max_query_len, compact=compact)
+        return ops.PlanOut(
+            self.max_tokens, self.num_partitions + 1, self.topk, self.max_query_len, compact=compact
+        )
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,11 @@ class Step:
         return self.topk, self.query_start_loc, self.seq_lens, self.rows
 
 
-class Rows(Protocol):
-    """What a step depends on: a residency's rows of ``sets`` sets, and the query tokens' ids."""
+class Partitions(Protocol):
+    """What a step depends on: a residency's partitions of ``sets`` sets, and the query tokens' ids."""
 
     @property
-    def num_rows(self) -> int: ...
+    def num_partitions(self) -> int: ...
     @property
     def sets(self) -> int: ...
     @property
@@ -99,7 +101,7 @@ class Rows(Protocol):
 
 
 def choose_ids(
-    rng: np.random.Generator, kind: str, shape: Rows, seq_len: int, previous: np.ndarray
+    rng: np.random.Generator, kind: str, shape: Partitions, seq_len: int, previous: np.ndarray
 ) -> np.ndarray:
     """int32 [topk] ids of one query token. previous: those of the query token before, empty for none."""
     count = shape.topk
@@ -145,7 +147,7 @@ def choose_ids(
 
 @dataclass
 class Request:
-    """A row's occupant: accepted tokens, and what its last query chose."""
+    """A partition's occupant: accepted tokens, and its last query's ids."""
 
     stable: int
     previous: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -153,7 +155,7 @@ class Request:
 
 def make_step(
     rng: np.random.Generator,
-    shape: Rows,
+    shape: Partitions,
     requests: dict[int, Request],
     rows: Sequence[int],
     kinds: Sequence[str],
@@ -161,16 +163,16 @@ def make_step(
     *,
     whole: bool = False,
 ) -> Step:
-    """One step of the occupants of these rows; they advance by what is accepted. -1: a request without a row.
+    """One step of the occupants of these partitions; they advance by what is accepted. -1: none.
 
-    Drafts are accepted or not, some requests have no tokens, some rows get a new occupant without a reset.
+    Drafts are accepted or not, some requests have no tokens, some partitions change hands without a reset.
 
     Args:
         length: tokens that a new occupant may have. whole: every request has all its query tokens.
     """
     topk, starts, seq_lens = [], [0], []
-    for row in rows:
-        request = requests.setdefault(row, Request(int(rng.integers(0, length))))
+    for partition in rows:
+        request = requests.setdefault(partition, Request(int(rng.integers(0, length))))
         query_len = 0 if rng.random() < 0.05 else int(rng.integers(1, shape.max_query_len + 1))
         query_len = shape.max_query_len if whole else query_len
         seq_len = request.stable + query_len
@@ -182,7 +184,7 @@ def make_step(
         seq_lens.append(seq_len)
         request.stable += int(rng.integers(0, query_len + 1))
         if rng.random() < 0.05:
-            requests[row] = Request(int(rng.integers(0, length // 2)))
+            requests[partition] = Request(int(rng.integers(0, length // 2)))
     padding = int(rng.integers(0, 3))
     topk.extend(rng.integers(-1, length, shape.topk).astype(np.int32) for _ in range(padding))
     ids = np.stack(topk) if topk else np.zeros((0, shape.topk), np.int32)
@@ -207,21 +209,21 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 @st.composite
 def sequences(draw: st.DrawFn) -> tuple[Shape, list[Step]]:
-    """A residency's shape and 1 to 8 steps on it: rows change hands, drafts get rejected, ids vary."""
+    """A residency's shape and 1 to 8 steps on it: partitions change hands, drafts get rejected, ids vary."""
     shape = draw(shapes())
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     length = draw(st.sampled_from([4, 40, 400]))
-    requests = {row: Request(int(rng.integers(0, length))) for row in range(shape.num_rows)}
+    requests = {partition: Request(int(rng.integers(0, length))) for partition in range(shape.num_partitions)}
     steps = []
     for _ in range(draw(st.integers(1, 8))):
         kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=3))
         reset: tuple[int, ...] = ()
         reused = draw(st.sampled_from(["keep", "keep", "reset", "no reset"]))
         if reused != "keep":
-            row = int(rng.integers(0, shape.num_rows))
-            requests[row] = Request(int(rng.integers(0, length)))
-            reset = (row,) if reused == "reset" else ()
-        rows = rng.permutation(shape.num_rows)[: rng.integers(1, shape.num_rows + 1)].tolist()
+            partition = int(rng.integers(0, shape.num_partitions))
+            requests[partition] = Request(int(rng.integers(0, length)))
+            reset = (partition,) if reused == "reset" else ()
+        rows = rng.permutation(shape.num_partitions)[: rng.integers(1, shape.num_partitions + 1)].tolist()
         if rng.random() < 0.3:
             rows.insert(int(rng.integers(0, len(rows) + 1)), -1)
         steps.append(replace(make_step(rng, shape, requests, rows, kinds, length), reset=reset))

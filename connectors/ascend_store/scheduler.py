@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vllm_kvoffload.connectors.ascend_store.metadata import StoreMetadata, StoreStep
 from vllm_kvoffload.connectors.scheduled import scheduled_requests
 from vllm_kvoffload.foreign_text import shown
-from vllm_kvoffload.log import QuietLog
+from vllm_kvoffload.log import RateLimitedLog
 from vllm_kvoffload.store import KeySpace, Store
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class StoreScheduler:
     _found: dict[str, int] = field(default_factory=dict)
     _generation: str = ""
     _runs: Iterator[str] = field(default_factory=lambda: _run_names(secrets.token_hex(8)))
-    _log: QuietLog = field(default_factory=lambda: QuietLog(__name__, subject="store"))
+    _log: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(__name__, subject="store"))
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Returns how many more tokens the store holds beyond the computed ones; leaves at least one to

@@ -51,7 +51,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
 )
 from vllm_kvoffload.foreign_text import printable
 from vllm_kvoffload.metrics.fields import ReceiveFailure
-from vllm_kvoffload.settings.remote_d2h import Limits
+from vllm_kvoffload.settings.remote_d2h import RemoteD2HLimits
 
 GONE_KEPT = 4096
 """Transfers remembered after they were given up, so that a late `Publish` doesn't bring them back."""
@@ -82,7 +82,7 @@ class Consumer:
         num_layers: int,
         tp_size: int,
         tp_rank: int,
-        limits: Limits,
+        limits: RemoteD2HLimits,
     ) -> None:
         self.session = session
         self.outbox: list[tuple[str, ToPrefill]] = []

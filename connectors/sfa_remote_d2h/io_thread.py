@@ -12,7 +12,7 @@ from collections.abc import Callable
 import zmq
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import MAX_FRAME_BYTES
-from vllm_kvoffload.log import QuietLog, get_logger
+from vllm_kvoffload.log import RateLimitedLog, get_logger
 from vllm_kvoffload.metrics import StatsChannel
 
 logger = get_logger(__name__)
@@ -84,7 +84,7 @@ class IOThread(ABC):
     def __init__(self, name: str, channel: StatsChannel | None = None) -> None:
         self.lock = threading.Lock()
         self.errors = 0
-        self.quiet = QuietLog(__name__)
+        self.quiet = RateLimitedLog(__name__)
         self._channel, self._published_at = channel, float("-inf")
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)

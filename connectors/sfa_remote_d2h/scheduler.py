@@ -29,7 +29,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.ports import chunk_range
 from vllm_kvoffload.connectors.sfa_remote_d2h.rendezvous import Rendezvous
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
 from vllm_kvoffload.foreign_text import shown
-from vllm_kvoffload.log import QuietLog, get_logger
+from vllm_kvoffload.log import RateLimitedLog, get_logger
 from vllm_kvoffload.metrics.fields import ReceiveFailure
 from vllm_kvoffload.settings.hosts import HostList
 from vllm_kvoffload.settings.remote_d2h import RemoteD2HConfig, external_id
@@ -72,7 +72,7 @@ class DecodeScheduler:
         self._config, self._block_size = config, block_size
         self._address = {**address, "remote_secret": self.secret}
         self._rendezvous = Rendezvous(config.limits.request_s)
-        self._guard, self._log = RequestGuard(), QuietLog(__name__)
+        self._guard, self._log = RequestGuard(), RateLimitedLog(__name__)
         self._asked: dict[str, Asked | None] = {}  # by request id, until the engine has finished with it
         self._receives: list[Receive] = []
         self._refused: list[tuple[str, str]] = []
@@ -248,7 +248,7 @@ class PrefillScheduler:
 
     def __init__(self, block_size: int, tp_size: int, hosts: HostList) -> None:
         self._block_size, self._tp_size, self._hosts = block_size, tp_size, hosts
-        self._guard, self._log = RequestGuard(), QuietLog(__name__)
+        self._guard, self._log = RequestGuard(), RateLimitedLog(__name__)
         self._tracked: dict[str, Tracked] = {}
         self._dropped: list[tuple[str, bool]] = []
         self._held: list[str] = []

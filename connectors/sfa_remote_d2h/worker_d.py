@@ -43,7 +43,7 @@ from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import StatsChannel
 from vllm_kvoffload.metrics.fields import ReceiveFailure
 from vllm_kvoffload.settings.errors import ConfigError
-from vllm_kvoffload.settings.remote_d2h import Limits
+from vllm_kvoffload.settings.remote_d2h import RemoteD2HLimits
 from vllm_kvoffload.transfer import TransferEngine
 
 logger = get_logger(__name__)
@@ -98,7 +98,7 @@ class DecodeWorker(IOThread):
         port: int,
         tp_size: int,
         tp_rank: int,
-        limits: Limits,
+        limits: RemoteD2HLimits,
         channel: StatsChannel | None = None,
         control_key: str | None = None,
     ) -> None:

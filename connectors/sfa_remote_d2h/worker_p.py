@@ -39,7 +39,7 @@ from vllm_kvoffload.hostnames import HostError, canonical_host
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import StatsChannel
 from vllm_kvoffload.runtime.base import Event
-from vllm_kvoffload.settings.remote_d2h import MAX_PORT, Limits
+from vllm_kvoffload.settings.remote_d2h import MAX_PORT, RemoteD2HLimits
 from vllm_kvoffload.transfer import TransferEngine
 
 logger = get_logger(__name__)
@@ -93,7 +93,7 @@ class PrefillWorker(IOThread):
         engine_id: str,
         tp_size: int,
         tp_rank: int,
-        limits: Limits,
+        limits: RemoteD2HLimits,
         progress: bool = False,
         channel: StatsChannel | None = None,
         control_key: str | None = None,

@@ -193,7 +193,7 @@ class Engine:
             input_batch=SimpleNamespace(
                 block_table=Tables([blocks]), num_computed_tokens_cpu_tensor=torch.zeros(seqs),
                 num_prompt_tokens_cpu_tensor=torch.zeros(seqs), num_computed_tokens_cpu=np.ones(seqs),
-                lora_id_to_lora_request={},
+                lora_id_to_lora_request={}, req_ids=(),
             ),
             query_start_loc=buffer(MAX_TOKENS + 1), query_pos=buffer(MAX_TOKENS),
             arange_np=np.arange(MAX_TOKENS), seq_lens=ints(seqs),
@@ -221,7 +221,7 @@ class Engine:
     def load(self, made: dict[str, Any]) -> None:
         """A step's inputs into upstream's buffers."""
         runner, count, requests = self.runner, len(made["hidden"]), len(made["names"])
-        self.adapter.names = made["names"]
+        self.adapter.names = runner.input_batch.req_ids = made["names"]
         starts = runner.query_start_loc
         starts.np[: requests + 1] = made["starts"]
         starts.np[requests + 1 :] = count

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import torch_ops
 
-from tests.ascend.simulated_device import OnNpu, plain, wrap  # isort: skip
+from tests.ascend.simulated_device import NPUTensor, plain, wrap  # isort: skip
 
 PLAN = [
     "topk",
@@ -68,13 +68,13 @@ class Kernels:
     def host_unregister(self, address: int) -> None:
         pass
 
-    def _launch(self, name: str, *groups: Any) -> tuple[Any, OnNpu]:
+    def _launch(self, name: str, *groups: Any) -> tuple[Any, NPUTensor]:
         """Checked plain tensors, and the reports to be."""
         self.calls.append(name)
         flat = [
             tensor for group in groups for tensor in (group if isinstance(group, (list, tuple)) else [group])
         ]
-        places = {isinstance(tensor, OnNpu) for tensor in flat}
+        places = {isinstance(tensor, NPUTensor) for tensor in flat}
         if len(places) != 1:
             raise ValueError(f"{name}: must be on the NPU")
         for tensor in flat:
@@ -86,7 +86,7 @@ class Kernels:
             return self._bare(groups, True in places)
 
     @staticmethod
-    def _bare(groups: Any, on_npu: bool) -> tuple[Any, OnNpu]:
+    def _bare(groups: Any, on_npu: bool) -> tuple[Any, NPUTensor]:
         bare = [[plain(t) for t in g] if isinstance(g, (list, tuple)) else plain(g) for g in groups]
         with torch._C.DisableTorchFunction():
             reports = torch.zeros((CORES, REPORT_INTS), dtype=torch.int64)

@@ -70,7 +70,8 @@ def test_all_tests_inside_pass(inside: tuple[str, int, Path]) -> None:
     assert status == 0, output[-20000:]
     for name in (
         "test_symbol", "test_names_are_ours", "test_same_outputs", "test_piecewise_graphs",
-        "test_full_graphs", "test_a_prefix_comes_out_of_the_store", "test_register_save_and_load",
+        "test_full_graphs", "test_draft_passes", "test_a_prefix_comes_out_of_the_store",
+        "test_register_save_and_load",
     ):  # fmt: skip
         assert name in output  # none of the modules was left out
 
@@ -100,7 +101,7 @@ def test_control_another_choice(inside: tuple[str, int, Path], monkeypatch: pyte
 def cpu_platform(records: Path) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """For each pass and layer: what the CPU platform's indexer and attention return, and the adapter did."""
     from vllm_kvoffload.platforms.cpu.attention import CPUSparseMLAImpl
-    from vllm_kvoffload.platforms.cpu.indexer import choose
+    from vllm_kvoffload.platforms.cpu.indexer import write_topk
 
     loaded: list[dict[str, Any]] = torch.load(records, weights_only=False)
     layers = 1 + max(given["layer"] for record in loaded for given in record["layers"])
@@ -131,7 +132,7 @@ def cpu_platform(records: Path) -> list[list[tuple[torch.Tensor, torch.Tensor]]]
                 cache = indexers.setdefault(layer, empty)
                 cache.view(-1, keys.shape[1]).index_copy_(0, record["slots"], keys)
                 tokens = len(record["slots"])
-                choose(given["index_q"][:tokens], given["weights"][:tokens], cache, batch, topk)
+                write_topk(given["index_q"][:tokens], given["weights"][:tokens], cache, batch, topk)
             impl.num_heads = given["q"].shape[1]
             assert impl.kv is not None
             impl.kv.append(given["rows"], record["slots"])

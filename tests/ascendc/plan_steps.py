@@ -23,12 +23,12 @@ class Shape:
     ways: int
     policy: str
     max_query: int = 1
-    rows: int = 0  # of the residency; 0: one more than there are requests
+    partitions: int = 0  # of the residency; 0: one more than there are requests
     compact: bool = False
 
     @property
-    def num_rows(self) -> int:
-        return self.rows or self.requests + 1
+    def num_partitions(self) -> int:
+        return self.partitions or self.requests + 1
 
     @property
     def topk(self) -> int:
@@ -43,7 +43,7 @@ class Shape:
         return self.requests * self.max_query + 2
 
     def residency(self) -> Residency:
-        return Residency.allocate(self.num_rows, self.sets * self.ways, self.ways, self.policy)
+        return Residency.allocate(self.num_partitions, self.sets * self.ways, self.ways, self.policy)
 
     def plan_out(self) -> PlanOut:
         return PlanOut(self.max_tokens, self.requests, self.width, self.max_query, compact=self.compact)
@@ -55,7 +55,7 @@ class Shape:
             tokens,
             self.width,
             self.max_query,
-            self.num_rows,
+            self.num_partitions,
             self.sets,
             self.ways,
             POLICIES.index(self.policy),
@@ -71,9 +71,9 @@ def make_step(
     kinds: tuple[str, ...],
     whole: bool = False,
 ) -> Step:
-    """One step: rows in any order, some requests without a row or without tokens, drafts accepted or not.
-    ``whole``: every request has a row and all its query tokens."""
-    rows = rng.permutation(shape.num_rows)[: shape.requests].astype(np.int32)
+    """One step: partitions in any order, some requests without a partition or without tokens, drafts accepted
+    or not. ``whole``: every request has a partition and all its query tokens."""
+    rows = rng.permutation(shape.num_partitions)[: shape.requests].astype(np.int32)
     if not whole:
         rows[rng.random(shape.requests) < 0.1] = -1
     length = 4 * shape.sets * shape.ways

@@ -145,7 +145,7 @@ def test_requests_that_the_host_should_have_refused(kernels: Kernels) -> None:
 
     What they get is what the oracle gives requests without a row; their neighbours are planned.
     """
-    shape = Shape(4, 16, 64, 16, "rrip", 2, rows=4)
+    shape = Shape(4, 16, 64, 16, "rrip", 2, partitions=4)
     ids = torch.arange(16 * 8, dtype=torch.int32).reshape(8, 16)
     starts = torch.tensor([0, 3, 4, 6, 8], dtype=torch.int32)
     bad = Step(ids, starts, torch.tensor([500, 500, 1, 500]).int(), torch.tensor([0, 4, 1, 2]).int())

@@ -19,12 +19,12 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     prompt_digest,
 )
 from vllm_kvoffload.metrics import DECODE, PREFILL
-from vllm_kvoffload.settings.remote_d2h import Limits
+from vllm_kvoffload.settings.remote_d2h import RemoteD2HLimits
 
 LAYERS = 2
 POISON = ("poison",)
 WORKERS = {"frames_refused", "control_errors"}
-LIMITS = Limits(lease_s=10.0, request_s=200.0)
+LIMITS = RemoteD2HLimits(lease_s=10.0, request_s=200.0)
 POOL = 40
 FACTS = {"dtype": "bfloat16", "block_size": "16"}
 

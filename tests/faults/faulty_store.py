@@ -29,7 +29,7 @@ FILLER = 0x3F
 def plant(folder: str) -> None:
     """Every store that this process makes from now on has the faults of a folder."""
     from vllm_kvoffload import store
-    from vllm_kvoffload.layerwise.pipeline import Limits
+    from vllm_kvoffload.layerwise.pipeline import PipelineLimits
 
     make = store.make_store
 
@@ -41,9 +41,9 @@ def plant(folder: str) -> None:
         return FaultyStore(make(backend, role=role, **more), role, Path(folder))
 
     store.make_store = make_faulty
-    defaults = list(Limits.__init__.__defaults__)
-    defaults[list(Limits.__dataclass_fields__).index("deadline_s")] = COPY_DEADLINE_S
-    Limits.__init__.__defaults__ = tuple(defaults)
+    defaults = list(PipelineLimits.__init__.__defaults__)
+    defaults[list(PipelineLimits.__dataclass_fields__).index("deadline_s")] = COPY_DEADLINE_S
+    PipelineLimits.__init__.__defaults__ = tuple(defaults)
 
 
 class FaultyStore:

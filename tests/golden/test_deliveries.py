@@ -63,7 +63,7 @@ def test_compact_delivery_of_everything_else(lab, policy, ways, workloads):
         assert result.trace.stats["hits"] > 0
 
 
-@pytest.mark.parametrize(("policy", "workload"), [("fifo", "preempted"), ("rrip", "late")])
+@pytest.mark.parametrize(("policy", "workload"), [("fifo", "preempted"), ("rrip", "same_step")])
 def test_compact_delivery_under_pressure(lab, monkeypatch, workload, policy):
     monkeypatch.setenv("KVOFFLOAD_RUNTIME_DELAY", "3:4")
     lab.close()  # streams read the variable when the engine starts

@@ -19,9 +19,9 @@ from vllm_kvoffload import ops
 
 pytestmark = pytest.mark.slow
 
-STEP = {"max_num_batched_tokens": 960}  # "late" in one step, the longest prompt of "mixed" in two
+STEP = {"max_num_batched_tokens": 960}  # "same_step" in one step, the longest prompt of "mixed" in two
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", **STEP}
-NAMES = ("mixed", "late")
+NAMES = ("mixed", "same_step")
 
 
 def pool_inode(worker):  # noqa: ARG001
@@ -57,7 +57,7 @@ def communicator_name(worker):  # noqa: ARG001
 
 def forget_what_the_layer_wrote(worker, layer):
     manager = worker.model_runner.offload.manager
-    begin_draft, store = manager.begin_draft, manager.store
+    begin_draft, store = manager.begin_draft, manager.host_rows
 
     def careless(*args):
         written, store._written[layer] = store._written[layer], None
@@ -68,7 +68,7 @@ def forget_what_the_layer_wrote(worker, layer):
 
 
 def forget_the_barrier(worker):
-    worker.model_runner.offload.manager.store._barrier = None
+    worker.model_runner.offload.manager.host_rows._barrier = None
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_two_ranks_with_a_store(lab, two_ranks):
     expected = {name: lab.reference(name, **STEP).outcomes for name in NAMES}
     lab.close()
     with two_ranks(kv_transfer_config=transfer_config(1, [])) as storing:
-        for name in ("mixed", "late", "late"):  # the last time with a warm store
+        for name in ("mixed", "same_step", "same_step"):  # the last time with a warm store
             assert worst_difference(storing.run(WORKLOADS[name].jobs), expected[name]) < 1e-4
         assert [pins for pins, _ in storing.on_workers(pins_and_hits)] == [0, 0]
         assert all(hits > 0 for _, hits in storing.on_workers(pins_and_hits))
@@ -114,7 +114,7 @@ def test_two_ranks_with_offload(lab, two_ranks):
         expected = {name: run(plain, name) for name in works}
 
     with two_ranks({"topk_buffer_size": 256}, model, **drafting) as offloading:
-        # with a slow write "late" reads in the same step what is written, "mixed" in the next
+        # with a slow write "same_step" reads in the same step what is written, "mixed" in the next
         for slow in (False, True):
             for name, (right, right_drafts) in expected.items():
                 outcomes, drafts = run(offloading, name, slow)
@@ -130,8 +130,8 @@ def test_two_ranks_with_offload(lab, two_ranks):
         assert drafts != expected["one chunk"][1]
         # control: rank 1 does not wait for what rank 0 writes
         offloading.on_workers(forget_the_barrier)
-        outcomes, _ = run(offloading, "late", slow=True)
-        assert worst_difference(outcomes, expected["late"][0]) > 1e-3
+        outcomes, _ = run(offloading, "same_step", slow=True)
+        assert worst_difference(outcomes, expected["same_step"][0]) > 1e-3
 
     for name in NAMES:
         assert_same_tokens(expected[name][0], lab.reference(name, model, **STEP, **drafting).outcomes)

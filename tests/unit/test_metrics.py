@@ -384,7 +384,7 @@ def test_failures_end_in_one_warning(
     assert caplog.text.count("no metrics") == 1
     assert "KeyError" in caplog.text
     monkeypatch.setattr(collector_module, "WARN_EVERY_S", 0.0)
-    collector._quiet_until_s = 0.0
+    collector._next_warning_s = 0.0
     scrape(collector)
     scrape(collector)
     assert caplog.text.count("no metrics") == 3

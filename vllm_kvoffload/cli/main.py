@@ -20,7 +20,7 @@ from vllm_kvoffload.settings.errors import ConfigError
 
 DEMO_MODULE = "vllm_kvoffload.demo.run"
 POLICY_HELP = (
-    "What makes room in a set: " + ", ".join(f"{p.name} ({p.summary})" for p in TABLE.values()) + "."
+    "Replacement policy of a set: " + ", ".join(f"{p.name} ({p.summary})" for p in TABLE.values()) + "."
 )
 
 app = typer.Typer(
@@ -43,7 +43,7 @@ def size(
     *,
     model: Annotated[Path, typer.Option(help="Model folder, or its config.json.")],
     device_gb: Annotated[
-        float | None, typer.Option(help="Memory for KV of each device, GiB. Without it: what is needed.")
+        float | None, typer.Option(help="Memory for KV of each device, GiB. Default: the memory needed.")
     ] = None,
     dram_gb: Annotated[int, typer.Option(help="dram_size_per_dp_GB: host memory for main KV, GiB.")] = 128,
     topk_buffer_size: Annotated[int, typer.Option(help="Hot-pool slots of a request.")] = 4096,
@@ -81,7 +81,7 @@ def size(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print a model's KV geometry and what fits with and without offload."""
+    """Print a model's KV geometry, and its capacity with and without offload."""
     request = sizing.SizeRequest(
         model=model,
         device_gb=device_gb,
@@ -150,7 +150,7 @@ def doctor(
     ranks: Annotated[int, typer.Option(min=1, help="Its DP x TP ranks, a port each.")] = 1,
     root: Annotated[Path, typer.Option(help="Look at the machine below this folder.")] = Path("/"),
 ) -> None:
-    """Look for what an Ascend machine lacks for the offload, and say how to get it."""
+    """Check an Ascend machine for the prerequisites of the offload; name the fix for missing ones."""
     ports = range(kv_port, kv_port + ranks) if kv_port else range(0)
     findings = diagnosis.examine(diagnosis.Machine(root, os.environ, ports))
     diagnosis.print_findings(findings, Console())

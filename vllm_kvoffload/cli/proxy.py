@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
         help="clients must send one of these as a bearer token to /v1; repeatable",
     )
     _add_tls(made)
-    limits = made.add_argument_group("limits", "of what clients may use")
+    limits = made.add_argument_group("limits", "on the resources that clients may use")
     for name, what in LIMIT_HELP.items():
         default = getattr(Limits, name)
         flag = f"--max-{name.replace('_', '-')}"

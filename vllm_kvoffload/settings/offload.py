@@ -74,7 +74,7 @@ class SparseOffloadConfig:
 
     @property
     def num_sets(self) -> int:
-        """S, sets of a row: a power of two once `validate_sparse_offload` has accepted the options."""
+        """S, sets of a partition: a power of two once `validate_sparse_offload` has accepted the options."""
         return self.topk_buffer_size // self.ways
 
 
@@ -87,7 +87,7 @@ class EngineFacts:
     kv_cache_dtype: vLLM's `cache_dtype` string.
     num_kv_cache_groups: None while vLLM has not made them yet.
     draft_method: of the speculative config, None without one. kv_connector: its name, None without one.
-    scheduler_cls: the user's choice, None for vLLM's own.
+    scheduler_cls: as the user set it, None for vLLM's own.
     """
 
     index_topk: int | None

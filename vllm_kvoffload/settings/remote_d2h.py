@@ -21,7 +21,7 @@ EXTERNAL_ID_SUFFIX = 9
 
 
 @dataclass(frozen=True)
-class Limits:
+class RemoteD2HLimits:
     """Deadlines and budgets, in seconds. Only `lease_s` and `request_s` can be set; the others follow.
 
     lease_s: how long prefill keeps blocks without a heartbeat, and decode waits for a heartbeat's answer.
@@ -51,7 +51,7 @@ class Limits:
 
     @property
     def retry_s(self) -> float:
-        """Time for which a request that lost its transfer waits for another one."""
+        """Time for which a request whose transfer failed waits for another one."""
         return self.lease_s
 
 
@@ -70,7 +70,7 @@ class RemoteD2HConfig:
     decode_hosts: HostList
     control_key: str | None = field(repr=False)
     use_layerwise: bool = True
-    limits: Limits = Limits()
+    limits: RemoteD2HLimits = RemoteD2HLimits()
 
 
 def parse_remote_d2h(
@@ -93,13 +93,13 @@ def parse_remote_d2h(
     if kv_role not in ("kv_producer", "kv_consumer"):
         rule = "an engine either prefills or decodes with this connector"
         raise ConfigError("kv_role", kv_role, rule, "set kv_producer for prefill, kv_consumer for decode")
-    defaults = Limits()
+    defaults = RemoteD2HLimits()
     return RemoteD2HConfig(
         transfer_backend=_backend(extra.get("transfer_backend"), device),
         producer=kv_role == "kv_producer",
         kv_port=kv_port,
         use_layerwise=_bool(extra, "use_layerwise", True),
-        limits=Limits(
+        limits=RemoteD2HLimits(
             lease_s=_seconds(extra, "lease_s", defaults.lease_s),
             request_s=_seconds(extra, "request_s", defaults.request_s),
         ),

@@ -194,5 +194,5 @@ def validate_store(facts: EngineFacts, *, shares_buffers: bool) -> None:
         fix = 'pass --enforce-eager, or set layerwise_independent_layers to "all"'
         raise ConfigError("enforce_eager", False, rule, fix)
     if facts.scheduler_cls not in (None, SCHEDULER):
-        rule = f"{STORE} needs a scheduler that drops what a step computed over lost KV"
+        rule = f"{STORE} needs a scheduler that drops tokens computed from KV that failed to load"
         raise ConfigError("scheduler_cls", facts.scheduler_cls, rule, "leave --scheduler-cls out")

@@ -67,7 +67,7 @@ class TraceRecorder:
     def open(cls, path: str | Path, header: TraceHeader, *, queue_bytes: int = QUEUE_BYTES) -> TraceRecorder:
         """Makes a recorder with a new file. Raises TraceError if the file exists or can't be created."""
         recorder = cls(TraceWriter(path, header), queue_bytes)
-        logger.info("Recording the indexers' choices in %s", path)
+        logger.info("Recording the indexers' top-k indices in %s", path)
         return recorder
 
     @property

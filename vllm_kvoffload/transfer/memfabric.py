@@ -1,7 +1,7 @@
 """MemFabric Hybrid on Ascend: `memfabric_hybrid.TransferEngine`, pulling from prefill's device memory.
 
 The library's reads are synchronous, so a separate thread performs them and `poll` checks its results. The
-library listens on a port of its own choice; a peer's name is "<host>:<port>".
+library selects the port on which it listens; a peer's name is "<host>:<port>".
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _INSTALL = (
 )
 
 
-class _Metadata(msgspec.Struct, frozen=True, array_like=True, tag="memfabric"):
+class _MemFabricMetadata(msgspec.Struct, frozen=True, array_like=True, tag="memfabric"):
     peer: str
     start: str  # new at every start: a restarted peer may get the same port
     regions: tuple[Region, ...]
@@ -80,7 +80,7 @@ class MemfabricEngine(TransferEngine):
     def __init__(self, *, role: str, host: str, device_id: int, module: Any = None) -> None:
         library = module or _load()
         os.environ[TIMEOUT_VARIABLE] = str(transfer_timeout_ms(dict(os.environ)))
-        _quiet(library)
+        _configure(library)
         try:
             self._engine: Any = library.TransferEngine()
             code = self._engine.initialize(
@@ -124,11 +124,11 @@ class MemfabricEngine(TransferEngine):
         return self._role == "prefill"
 
     def local_metadata(self) -> bytes:
-        return msgspec.msgpack.encode(_Metadata(self._peer, self._start, tuple(self._regions)))
+        return msgspec.msgpack.encode(_MemFabricMetadata(self._peer, self._start, tuple(self._regions)))
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
         try:
-            decoded = msgspec.msgpack.decode(metadata, type=_Metadata)
+            decoded = msgspec.msgpack.decode(metadata, type=_MemFabricMetadata)
             if len(decoded.regions) > MAX_REGIONS:
                 raise ValueError(f"{len(decoded.regions)} regions")
             table = RegionTable(decoded.regions)
@@ -191,7 +191,7 @@ def _load() -> Any:
         raise TransferUnavailableError(f"transfer_backend memfabric: {error}; {_INSTALL}") from error
 
 
-def _quiet(library: Any) -> None:
+def _configure(library: Any) -> None:
     """Disables TLS for the library's own store and limits its log to warnings, if this version allows it."""
     for name, arguments in (("set_log_level", (_LOG_LEVEL_WARN,)), ("set_conf_store_tls", (False, ""))):
         function = getattr(library, name, None)

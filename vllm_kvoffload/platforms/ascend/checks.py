@@ -136,7 +136,9 @@ def check_options(vllm_config: VllmConfig, settings: EngineSettings) -> None:
         raise ConfigError(f"{SECTION}.keep_device_kv_cache", True, rule, "set it to false")
     speculative = vllm_config.speculative_config
     if speculative is not None and settings.model.mtp_index_share:
-        rule = "draft steps that share one choice of tokens were not tried with the offload on Ascend"
+        rule = (
+            "draft steps that share the first one's top-k indices were not tried with the offload on Ascend"
+        )
         fix = "leave --speculative-config out for this model"
         raise ConfigError("index_share_for_mtp_iteration", True, rule, fix)
     if settings.additional.get("xlite_graph_config", {}).get("enabled"):

@@ -92,23 +92,24 @@ class DeviceBatch:
     tokens: torch.Tensor
     slots: torch.Tensor
     ends: torch.Tensor
-    token_rows: torch.Tensor
+    token_partitions: torch.Tensor
     start_loc: torch.Tensor
     seq_lens: torch.Tensor
-    rows: torch.Tensor
+    partitions: torch.Tensor
     block_table: torch.Tensor
 
 
 class StepBuffers:
     """Holds a step's :class:`DeviceBatch` at the same addresses in every step, as graphs require.
 
-    tokens, rows: of the largest step. table_width: blocks of the longest request.
+    tokens, requests: of the largest step. table_width: blocks of the longest request.
     """
 
-    def __init__(self, tokens: int, rows: int, table_width: int, device: torch.device) -> None:
+    def __init__(self, tokens: int, requests: int, table_width: int, device: torch.device) -> None:
         self._width = table_width
         # The largest is last, so that no step transfers more of it than it needs.
-        self._ints = DeviceInts([*[tokens] * 4, rows + 1, rows, rows, rows * table_width], device)
+        sizes = [*[tokens] * 4, requests + 1, requests, requests, requests * table_width]
+        self._ints = DeviceInts(sizes, device)
 
     def fill(self, step: StepState) -> DeviceBatch:
         """Queues the copy on the compute stream, after everything that reads the previous step."""
@@ -117,10 +118,10 @@ class StepBuffers:
             step.decode_tokens,
             step.decode_slots,
             step.ends,
-            step.token_rows,
+            step.token_partitions,
             step.decode_start_loc,
             step.decode_seq_lens,
-            step.decode_rows,
+            step.decode_partitions,
             pad(table, (0, self._width - table.shape[1])),
         )
         return DeviceBatch(*self._ints.put(fields))
@@ -195,8 +196,8 @@ class DeviceCounters:
         stats.fetched_bytes, refused = sums[-2:]
         if refused:
             raise RuntimeError(
-                f"the AscendC kernels left {refused} rows alone whose block or slot is out of bounds: what "
-                "attention has read is wrong"
+                f"the AscendC kernels left {refused} rows alone whose block or slot is out of bounds: "
+                "attention has read invalid rows"
             )
 
 
@@ -230,9 +231,9 @@ class KernelRows(PortableRows):
 class RowKernels:
     """Calls the kernels that move rows, with this platform's row tensors."""
 
-    def __init__(self, kernels: Any, rows: int, none: SplitRows, device: torch.device) -> None:
+    def __init__(self, kernels: Any, requests: int, none: SplitRows, device: torch.device) -> None:
         self._kernels = kernels
-        self._no_misses = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._no_misses = torch.zeros(requests, dtype=torch.int32, device=device)
         self._none = none
         self._no_slots = torch.empty(0, dtype=torch.int32, device=device)
 
@@ -256,7 +257,7 @@ class RowKernels:
             list((self._none if new_rows is None else new_rows).parts),
             on.block_table,
             on.start_loc,
-            on.rows,
+            on.partitions,
             plan.miss_ids,
             plan.miss_slots,
             plan.miss_counts if misses else self._no_misses,
@@ -273,7 +274,7 @@ class RowKernels:
         new_rows: SplitRows,
         selection: SplitRows,
     ) -> torch.Tensor:
-        """Gathers the rows of all chosen positions of a layer into the selection. Returns the reports."""
+        """Gathers the rows of all top-k positions of a layer into the selection. Returns the reports."""
         report: torch.Tensor = self._kernels.dsa_serve_compact_rows(
             list(host.addresses),
             *host.parts[0].shape[:2],
@@ -284,7 +285,7 @@ class RowKernels:
             on.start_loc,
             on.seq_lens,
             on.block_table,
-            on.rows,
+            on.partitions,
         )
         return report
 
@@ -303,7 +304,7 @@ class RowKernels:
             list(selection.parts),
             list(hot.parts),
             on.start_loc,
-            on.rows,
+            on.partitions,
             plan.miss_positions,
             plan.miss_slots,
             plan.miss_counts,

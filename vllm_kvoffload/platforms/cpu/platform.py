@@ -38,7 +38,7 @@ PLAIN_WORKER = "vllm_kvoffload.platforms.cpu.sampling.SoundCPUWorker"
 SPARSE_BACKEND = "vllm_kvoffload.platforms.cpu.attention.CPUSparseMLABackend"
 
 
-class KVOffloadCpuPlatform(CpuPlatform):
+class KVOffloadCPUPlatform(CpuPlatform):
     """vLLM's CPU platform plus sparse MLA attention and our worker."""
 
     @classmethod
