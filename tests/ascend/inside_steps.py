@@ -276,7 +276,7 @@ def test_a_step_that_only_runs_the_connector_begins_none(
     assert runner.execute_model(output) == "of the connector"
     assert order == ["preemptions", "settled", "states", "connector"]
     assert (begun, published) == ([], [1])
-    assert engine.adapter.manager.rows.lookup("b") is None
+    assert engine.adapter.manager.partitions.lookup("b") is None
     engine.adapter.close()
 
 

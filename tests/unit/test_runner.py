@@ -12,14 +12,14 @@ import pytest
 import torch
 from vllm.forward_context import override_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm_kvoffload.sparse.host_store import HostStore
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.layerwise.buffer_plan import BufferOptions, CacheLayer, plan_buffers
 from vllm_kvoffload.platforms.parts import ForwardPass, WorkerOffload
 from vllm_kvoffload.platforms.runner import DraftModel, OffloadRunnerMixin
 from vllm_kvoffload.platforms.shared_caches import shared_caches
-from vllm_kvoffload.runtime import CpuRuntime
+from vllm_kvoffload.runtime import CPURuntime
+from vllm_kvoffload.sparse.host_rows import HostRows
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -29,11 +29,11 @@ ROW_BYTES = 8
 class Manager:
     """Records what it is told. store: of one layer with 4 blocks of 2 tokens."""
 
-    def __init__(self, runtime: CpuRuntime, barrier: Any = None) -> None:
+    def __init__(self, runtime: CPURuntime, barrier: Any = None) -> None:
         self.calls: list[Any] = []
         self.geometry = SimpleNamespace(num_mtp_layers=1)
         layers = [torch.zeros((4, 2, ROW_BYTES), dtype=torch.uint8)]
-        self.store = HostStore(layers, runtime, writer=True, barrier=barrier, deadline_s=20)
+        self.store = HostRows(layers, runtime, writer=True, barrier=barrier, deadline_s=20)
 
     def begin_step(self, batch: Any) -> None:
         self.calls.append(("step", batch))
@@ -48,7 +48,7 @@ class Manager:
 class Offload(WorkerOffload[ForwardPass]):
     """An offload without a pool, whose metadata are numbers of requests."""
 
-    def __init__(self, runtime: CpuRuntime, barrier: Any = None) -> None:
+    def __init__(self, runtime: CPURuntime, barrier: Any = None) -> None:
         self.told = Manager(runtime, barrier)
         self.manager = self.told  # type: ignore[assignment]
         self._runtime = runtime
@@ -76,7 +76,7 @@ class Upstream:
 
     def _update_states(self, scheduler_output: Any) -> None:
         for source, target in scheduler_output.kv_cache_block_copies or ():
-            for blocks in self.offload.manager.store.layers:
+            for blocks in self.offload.manager.host_rows.layers:
                 blocks[target] = blocks[source]
 
 
@@ -93,13 +93,13 @@ def context(metadata: Any) -> Any:
 
 
 @pytest.fixture
-def runtime() -> Iterator[CpuRuntime]:
-    with CpuRuntime() as runtime:
+def runtime() -> Iterator[CPURuntime]:
+    with CPURuntime() as runtime:
         yield runtime
 
 
 @pytest.fixture
-def runner(runtime: CpuRuntime) -> Any:
+def runner(runtime: CPURuntime) -> Any:
     made = Runner(Offload(runtime))
     made.watch_drafter()
     return made
@@ -186,7 +186,7 @@ def test_blocks_are_copied_after_what_is_still_being_written(
         write(*args)
 
     monkeypatch.setattr(ops, "host_write", held)
-    store = runner.offload.manager.store
+    store = runner.offload.manager.host_rows
     store.write(0, torch.full((1, ROW_BYTES), 7, dtype=torch.uint8), torch.tensor([2]))  # of block 1
     threading.Timer(0.2, may_write.set).start()
     if not waits:
@@ -209,7 +209,7 @@ def test_blocks_are_copied_after_what_is_still_being_written(
     ids=["nothing", "copies", "receives", "a connector without receives"],
 )
 def test_ranks_wait_for_each_other_only_before_blocks_are_filled_from_outside(
-    values: dict[str, Any], expected: int, runtime: CpuRuntime
+    values: dict[str, Any], expected: int, runtime: CPURuntime
 ) -> None:
     met: list[int] = []
     runner: Any = Runner(Offload(runtime, lambda: met.append(1)))
