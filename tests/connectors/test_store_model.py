@@ -103,6 +103,7 @@ def wrong(checkpoint, seeds, cases) -> dict[int, list[str]]:
     return {seed: list_ for seed, list_ in found.items() if list_}
 
 
+@pytest.mark.slow
 def test_random_programs(checkpoint):
     assert wrong(checkpoint, range(SEEDS), CASES) == {}
 
@@ -135,6 +136,7 @@ def _snapshots_are_taken_for_one_another(monkeypatch):
     monkeypatch.setattr(StoreWorker, "_partial", by_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "case"),
     [

@@ -28,6 +28,7 @@ def case(seed: int) -> dict:
     return CASES[seed % len(CASES)]
 
 
+@pytest.mark.slow
 def test_random_delays():
     wrong = {seed: found for seed in range(SEEDS) if (found := run(seed, max_ms=0.6, **case(seed)))}
     assert wrong == {}

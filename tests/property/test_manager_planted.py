@@ -281,6 +281,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     planted = PLANTED[name]

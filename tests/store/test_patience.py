@@ -119,11 +119,13 @@ def losses_of_two_watches(service: Service) -> list[int]:
             connection.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow_probes")
 def test_two_watches_of_one_process_see_no_loss_in_each_other(service: Service) -> None:
     assert losses_of_two_watches(service) == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow_probes")
 def test_control_probes_taken_for_the_librarys_connection(
     service: Service, monkeypatch: pytest.MonkeyPatch
