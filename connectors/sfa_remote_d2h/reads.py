@@ -135,7 +135,7 @@ class Reads:
 
     def _advance(self, flight: InFlight) -> bool:
         """Returns whether the order made progress. It ends when complete, or when it failed and its memory
-        is quiet."""
+        is idle."""
         if flight.handle is not None:
             status = self._status(flight, flight.handle)
             if status is ReadStatus.PENDING:

@@ -165,7 +165,7 @@ def transfer(prefill: Any, decode: Any, port: int, source: list[int], target: li
         prefill.save_kv_layer(name, [], None)
     prefill.wait_for_save()
     time.sleep(0.2)
-    assert decode._consumer.bytes_read == 0  # the device is still writing
+    assert decode.connector_worker.bytes_read == 0  # the device is still writing
     torch.npu.busy = False
     done: set[str] = set()
     end = time.monotonic() + 20

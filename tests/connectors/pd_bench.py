@@ -153,7 +153,7 @@ class Bench:
         while req_id not in self.done:
             assert time.monotonic() < end, self.decode.consumer.live
             results = self.decode.finish_step(set())
-            self.done.update(dict.fromkeys(results.done, results.failed_blocks))
+            self.done.update(dict.fromkeys(results.received, results.failed_blocks))
             self.failures.update(results.failures)
             time.sleep(0.01)
         return self.done[req_id]
@@ -162,7 +162,7 @@ class Bench:
         begin, freed = time.monotonic(), set()
         while not freed:
             assert time.monotonic() - begin < seconds
-            freed = self.prefill.take_free()
+            freed = self.prefill.finish_step().sent
             time.sleep(0.01)
         return freed, time.monotonic() - begin
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Consumer
 from vllm_kvoffload.connectors.sfa_remote_d2h.facts import digest_of
-from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Outcome, Phase, ReadOrder, Receive
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Outcome, ReadOrder, Receive, ReceivePhase
 from vllm_kvoffload.connectors.sfa_remote_d2h.producer import Producer
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     Hello,
@@ -163,7 +163,7 @@ class World:
             assert counts.done + counts.failed.total() == told
             values = consumer.metrics()
             assert values.keys() | WORKERS | {"pulled_bytes", "strangers_closed"} == DECODE.index.keys()
-            assert sum(values[f"receives.{phase.value}"] for phase in Phase) == live
+            assert sum(values[f"receives.{phase.value}"] for phase in ReceivePhase) == live
         for producer in self.producers:
             values = producer.metrics()
             assert values.keys() | WORKERS == PREFILL.index.keys()
@@ -403,5 +403,5 @@ class World:
             assert not producer._transfers
 
     @property
-    def phases(self) -> list[Phase]:
+    def phases(self) -> list[ReceivePhase]:
         return [phase for consumer in self.consumers for phase in consumer.live.values()]

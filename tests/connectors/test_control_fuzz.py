@@ -289,10 +289,10 @@ class DecodeRig(Rig):
 
     def collect(self, aborted):
         results = self.worker.finish_step(aborted)
-        for req_id in results.done:
+        for req_id in results.received:
             del self.born[req_id]
             failed = req_id in results.failures
-            assert failed or not results.failed_blocks or len(results.done) > 1
+            assert failed or not results.failed_blocks or len(results.received) > 1
             self.fates["failed" if failed else "received"] += 1
 
     def check(self):
@@ -391,7 +391,7 @@ class PrefillRig(Rig):
 
     def round(self):
         self.worker._round(set(), self.clock.now)
-        for req_id in self.worker.take_free():
+        for req_id in self.worker.finish_step().sent:
             del self.owed[req_id]
             self.freed += 1
 

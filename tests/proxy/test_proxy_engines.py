@@ -13,7 +13,7 @@ from tests.proxy.proxy_world import FAST, Exchange, World, decode, events, text_
 from vllm_kvoffload.proxy import fanout, sse
 from vllm_kvoffload.proxy.asgi import Guard
 from vllm_kvoffload.proxy.budget import ByteBudget, Window
-from vllm_kvoffload.proxy.calls import Child, child_of
+from vllm_kvoffload.proxy.calls import SubRequest, sub_request_of
 from vllm_kvoffload.proxy.errors import UpstreamError
 from vllm_kvoffload.proxy.health import Prober
 from vllm_kvoffload.proxy.http_client import Client
@@ -454,7 +454,7 @@ def test_what_an_engine_sends_is_bounded(
     run(scenario())
 
 
-def test_children_ahead_of_a_slow_client_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sub_requests_ahead_of_a_slow_client_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fanout, "BYTES_AHEAD", 100)
     read = 0
 
@@ -473,7 +473,7 @@ def test_children_ahead_of_a_slow_client_are_bounded_in_bytes(monkeypatch: pytes
         await asyncio.Event().wait()
 
     async def scenario() -> None:
-        child: Child = child_of("completion", {"prompt": "a"})
+        child: SubRequest = sub_request_of("completion", {"prompt": "a"})
         children: Any = [(child, Endless()) for _ in range(5)]
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(fanout.stream(children, never), 0.3)

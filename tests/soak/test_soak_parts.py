@@ -50,6 +50,14 @@ def test_growth_counts_after_the_warm_up(rate, flat):
     assert found.minutes == pytest.approx(33, abs=1)
 
 
+@pytest.mark.parametrize(("steps", "flat"), [((0.1, 0.2, 0.3, 0.45), True), ((0.1, 0.3, 0.6, 0.8), False)])
+def test_growth_in_steps_must_have_ended_by_the_second_half(steps, flat):
+    living = [200 * MIB * (1 + 0.03 * sum(n / 300 >= step for step in steps)) for n in range(300)]
+    (found,) = growth(samples([*[100 * MIB] * 60, *living]), 600)
+    assert found.share > 0.02
+    assert found.flat is flat
+
+
 def test_growth_of_short_lives_is_not_judged():
     found = growth(samples([n * MIB for n in range(1, 70)]) + samples([MIB] * 200, "proxy.3"), 600)
     assert [(g.life, g.judged, g.flat) for g in found] == [("decode.2", False, True), ("proxy.3", True, True)]
