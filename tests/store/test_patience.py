@@ -67,14 +67,14 @@ def service() -> Iterator[Service]:
     made.kill()
 
 
-@pytest.fixture
-def slow_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probe's connection exists for PROBE_S before it is used, long enough for another watch to see it."""
+@pytest.fixture(params=[PROBE_S])
+def slow_probes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """A probe's connection exists for so long before it is used that another watch can see it."""
     connect = socket.create_connection
 
     def slow(*arguments: object, **more: object) -> socket.socket:
         connection = connect(*arguments, **more)  # type: ignore[arg-type]
-        time.sleep(PROBE_S)
+        time.sleep(request.param)
         return connection
 
     monkeypatch.setattr(socket, "create_connection", slow)
@@ -149,17 +149,19 @@ class Stumbles:
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "error", "times"),
+    ("slow_probes", "module", "name", "error", "times"),
     [
-        (socket, "getaddrinfo", socket.gaierror(-3, "Temporary failure in name resolution"), 1),
-        (socket, "getaddrinfo", socket.gaierror(-2, "Name or service not known"), 25),
-        (os, "listdir", OSError(errno.EMFILE, "Too many open files"), 25),
-        (os, "dup", OSError(errno.EMFILE, "Too many open files"), 25),
-        (os, "eventfd_read", OSError(errno.EIO, "Input/output error"), 25),
-        (select, "poll", MemoryError(), 1),
+        (PROBE_S, socket, "getaddrinfo", socket.gaierror(-3, "Temporary failure in name resolution"), 1),
+        (0.1, socket, "getaddrinfo", socket.gaierror(-2, "Name or service not known"), 25),
+        (0.1, os, "listdir", OSError(errno.EMFILE, "Too many open files"), 25),
+        (0.1, os, "dup", OSError(errno.EMFILE, "Too many open files"), 25),
+        (0.1, os, "eventfd_read", OSError(errno.EIO, "Input/output error"), 25),
+        (PROBE_S, select, "poll", MemoryError(), 1),
     ],
     ids=["name", "names", "list", "dup", "event", "poll"],
+    indirect=["slow_probes"],
 )
+@pytest.mark.usefixtures("slow_probes")
 def test_a_watch_outlives_its_own_errors(service, monkeypatch, module, name, error, times) -> None:
     """It counts as down meanwhile, says so once, and then sees the service end as ever."""
     monkeypatch.setattr(patience, "RETRY_S", 0.001)
