@@ -88,20 +88,44 @@ def two_ranks(lab):
     return start
 
 
-def test_two_ranks_with_a_store(lab, two_ranks):
-    """Rank 0 writes, both read."""
-    expected = {name: lab.reference(name, **STEP).outcomes for name in NAMES}
-    lab.close()
-    with two_ranks(kv_transfer_config=transfer_config(1, [])) as storing:
+def test_two_ranks(lab, two_ranks):
+    with two_ranks() as plain:
+        expected = {name: plain.run(WORKLOADS[name].jobs) for name in NAMES}
+
+    with two_ranks({"topk_buffer_size": 64}) as offloading:
+
+        def run(name: str) -> float:
+            return worst_difference(offloading.run(WORKLOADS[name].jobs), expected[name])
+
+        def run_with_a_slow_write(name: str) -> float:
+            offloading.on_workers(slow_down_a_large_write)
+            return run(name)
+
+        assert {name: run(name) for name in NAMES} == dict.fromkeys(NAMES, 0.0)
+        first, second = offloading.on_workers(pool_inode)
+        assert first == second
+        first, second = offloading.on_workers(written_bytes)
+        assert first > 0 == second
+        # "same_step" reads in the same step what is written, "mixed" in the next
+        assert {name: run_with_a_slow_write(name) for name in NAMES} == dict.fromkeys(NAMES, 0.0)
+        # control: rank 1 does not wait for what rank 0 writes
+        offloading.on_workers(forget_the_barrier)
+        assert run_with_a_slow_write("same_step") > 1e-3
+
+    with two_ranks(kv_transfer_config=transfer_config(1, [])) as storing:  # rank 0 writes, both read
         for name in ("mixed", "same_step", "same_step"):  # the last time with a warm store
             assert worst_difference(storing.run(WORKLOADS[name].jobs), expected[name]) < 1e-4
         assert [pins for pins, _ in storing.on_workers(pins_and_hits)] == [0, 0]
         assert all(hits > 0 for _, hits in storing.on_workers(pins_and_hits))
 
+    for name in NAMES:
+        one_rank = lab.reference(name, **STEP).outcomes
+        assert worst_difference(expected[name], one_rank) < 1e-4
 
-def test_two_ranks_with_offload(lab, two_ranks):
+
+def test_two_ranks_with_drafts(lab, two_ranks):
     model, drafting = "glm-tiny-mtp", mtp(3)
-    works = {name: WORKLOADS[name].jobs for name in NAMES}
+    works = {"same_step": WORKLOADS["same_step"].jobs}
     works["one chunk"] = (Job(prompt(800, 13), max_tokens=8), Job(prompt(100, 13), max_tokens=8))
 
     def run(engine, name: str, slow: bool = False):
@@ -114,24 +138,14 @@ def test_two_ranks_with_offload(lab, two_ranks):
         expected = {name: run(plain, name) for name in works}
 
     with two_ranks({"topk_buffer_size": 256}, model, **drafting) as offloading:
-        # with a slow write "same_step" reads in the same step what is written, "mixed" in the next
-        for slow in (False, True):
-            for name, (right, right_drafts) in expected.items():
-                outcomes, drafts = run(offloading, name, slow)
-                assert worst_difference(outcomes, right) == 0.0
-                assert drafts == right_drafts
-        first, second = offloading.on_workers(pool_inode)
-        assert first == second
-        first, second = offloading.on_workers(written_bytes)
-        assert first > 0 == second
+        for name, (right, right_drafts) in expected.items():
+            outcomes, drafts = run(offloading, name, slow=True)
+            assert worst_difference(outcomes, right) == 0.0
+            assert drafts == right_drafts
         # control: a draft pass doesn't wait until the rows of the pass before are written
         offloading.on_workers(forget_what_the_layer_wrote, 4)
         _, drafts = run(offloading, "one chunk", slow=True)
         assert drafts != expected["one chunk"][1]
-        # control: rank 1 does not wait for what rank 0 writes
-        offloading.on_workers(forget_the_barrier)
-        outcomes, _ = run(offloading, "same_step", slow=True)
-        assert worst_difference(outcomes, expected["same_step"][0]) > 1e-3
 
-    for name in NAMES:
-        assert_same_tokens(expected[name][0], lab.reference(name, model, **STEP, **drafting).outcomes)
+    one_rank = lab.reference("same_step", model, **STEP, **drafting).outcomes
+    assert_same_tokens(expected["same_step"][0], one_rank)
