@@ -38,8 +38,8 @@ from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.manager import SparseKVManager
 
-from simulated_device import NPU, device_op, on_npu, plain  # isort: skip
-from simulated_npu import SimulatedNPU, scatter_nd_update, sparse_copy  # isort: skip
+from tests.ascend.simulated_device import NPU, device_op, on_npu, plain  # isort: skip
+from tests.ascend.simulated_npu import SimulatedNPU, scatter_nd_update, sparse_copy  # isort: skip
 
 HIDDEN, HEADS, Q_LORA, LATENT, ROPE, NOPE, VALUE = 48, 4, 32, 64, 16, 24, 24
 INDEX_HEADS, INDEX_DIM, TOPK, BLOCK, SLOTS, BLOCKS, MAX_LEN = 8, 32, 32, 16, 64, 24, 128

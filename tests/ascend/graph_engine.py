@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from adapter_model import BLOCK, HIDDEN, MAX_LEN, TYPES, Adapter, Setup, cos_and_sin
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.forward_context import override_forward_context
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
@@ -26,11 +25,12 @@ from vllm_ascend.compilation import acl_graph
 from vllm_ascend.ops import mla
 from vllm_ascend.worker import model_runner_v1
 
+from tests.ascend.adapter_model import BLOCK, HIDDEN, MAX_LEN, TYPES, Adapter, Setup, cos_and_sin
 from vllm_kvoffload.platforms.ascend.attention import KVOffloadSFABackend
 from vllm_kvoffload.platforms.ascend.checks import ATTENTION_OP
 from vllm_kvoffload.platforms.ascend.runner import KVOffloadNPUModelRunner
 
-from simulated_graph import Graph, add_graphs  # isort: skip
+from tests.ascend.simulated_graph import Graph, add_graphs  # isort: skip
 
 MAX_TOKENS, SIZES = 96, [1, 2, 4]
 WIDTH = MAX_LEN // BLOCK

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 import vllm_ascend.worker.worker  # noqa: F401  # the only order in which upstream's modules can be imported
-from adapter_model import (
+
+from tests.ascend.adapter_model import (
     STEPS,
     TYPES,
     Adapter,
@@ -26,10 +27,9 @@ from adapter_model import (
     make_step,
     patch_tables,
 )
-from kernel_stand_ins import CoreKernels, TwinKernels
-from simulated_device import NPU, plain, syncs, watched
-from simulated_npu import install
-
+from tests.ascend.kernel_stand_ins import CoreKernels, TwinKernels
+from tests.ascend.simulated_device import NPU, plain, syncs, watched
+from tests.ascend.simulated_npu import install
 from vllm_kvoffload.platforms.ascend.rows import PortableRows
 from vllm_kvoffload.runtime.npu import DeviceLane
 from vllm_kvoffload.settings.errors import ConfigError

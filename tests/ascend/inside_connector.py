@@ -14,9 +14,6 @@ from typing import Any
 import pytest
 import torch
 import vllm_ascend.worker.worker  # noqa: F401  # the only order in which upstream's modules can be imported
-from runner_parts import make_runner
-from simulated_memfabric import HOST, FakeOffload, Memmove, free_port
-from simulated_npu import SimulatedNPU, scatter_nd_update
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.kv_cache_interface import (
@@ -28,6 +25,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec
 
+from tests.ascend.runner_parts import make_runner
+from tests.ascend.simulated_memfabric import HOST, FakeOffload, Memmove, free_port
+from tests.ascend.simulated_npu import SimulatedNPU, scatter_nd_update
 from vllm_kvoffload.connectors.sfa_remote_d2h import connector as connector_module
 from vllm_kvoffload.connectors.sfa_remote_d2h.connector import SfaRemoteD2HConnector
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import (

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 import vllm_ascend.worker.worker  # noqa: F401  # the only order in which upstream's modules can be imported
-from adapter_model import TOPK, Adapter, Setup, common_metadata, drafted, make_step, patch_tables
-from graph_engine import SIZES, Engine
-from kernel_stand_ins import CoreKernels, TwinKernels
 from vllm.config import CUDAGraphMode
 
+from tests.ascend.adapter_model import TOPK, Adapter, Setup, common_metadata, drafted, make_step, patch_tables
+from tests.ascend.graph_engine import SIZES, Engine
+from tests.ascend.kernel_stand_ins import CoreKernels, TwinKernels
 from vllm_kvoffload.platforms.ascend import offload
 from vllm_kvoffload.platforms.ascend.attention import KVOffloadSFAImpl
 from vllm_kvoffload.platforms.ascend.kernels import DeviceBatch, StepBuffers
@@ -28,9 +28,9 @@ from vllm_kvoffload.runtime.npu import DeviceLane
 from vllm_kvoffload.sparse.manager import SparseKVManager
 from vllm_kvoffload.sparse.step_state import StepState
 
-from simulated_device import NPU, plain, syncs, watched  # isort: skip
-from simulated_graph import Graph  # isort: skip
-from simulated_npu import install  # isort: skip
+from tests.ascend.simulated_device import NPU, plain, syncs, watched  # isort: skip
+from tests.ascend.simulated_graph import Graph  # isort: skip
+from tests.ascend.simulated_npu import install  # isort: skip
 
 TWIN = os.environ.get("KVOFFLOAD_KERNELS_TWIN", "")
 SETUP = Setup("portable", device=NPU, kernels=CoreKernels, seqs=4)

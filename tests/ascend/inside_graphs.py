@@ -15,10 +15,6 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import vllm_ascend.worker.worker  # noqa: F401  # the only order in which upstream's modules can be imported
-from adapter_model import HIDDEN, STEPS, TYPES, Adapter, Setup, common_metadata, make_step, patch_tables
-from kernel_stand_ins import CoreKernels
-from simulated_graph import Graph, add_graphs
-from simulated_npu import SimulatedNPU, install
 from torch.fx.experimental.proxy_tensor import make_fx
 from vllm.compilation.backends import split_graph
 from vllm.compilation.cuda_graph import CUDAGraphOptions
@@ -31,6 +27,19 @@ from vllm_ascend.ops import mla
 from vllm_ascend.platform import NPUPlatform
 from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
+from tests.ascend.adapter_model import (
+    HIDDEN,
+    STEPS,
+    TYPES,
+    Adapter,
+    Setup,
+    common_metadata,
+    make_step,
+    patch_tables,
+)
+from tests.ascend.kernel_stand_ins import CoreKernels
+from tests.ascend.simulated_graph import Graph, add_graphs
+from tests.ascend.simulated_npu import SimulatedNPU, install
 from vllm_kvoffload.platforms.ascend.checks import ATTENTION_OP, check_graphs
 
 TOKENS = 4  # of the graph; steps are padded to it

@@ -20,8 +20,12 @@ import numpy as np
 import pytest
 import torch
 import vllm_ascend.worker.worker  # noqa: F401  # the only order in which upstream's modules can be imported
-from adapter_model import BLOCK, STEPS, TYPES, Adapter, Setup, drafted, make_step, patch_tables
-from prefill_engine import (
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core import kv_cache_utils
+
+from tests.ascend.adapter_model import BLOCK, STEPS, TYPES, Adapter, Setup, drafted, make_step, patch_tables
+from tests.ascend.prefill_engine import (
     PrefillEngine,
     cache_config,
     cache_specs,
@@ -31,13 +35,9 @@ from prefill_engine import (
     step_queries,
     store_transfer,
 )
-from runner_parts import make_runner
-from simulated_memfabric import HOST, Memmove, free_port
-from simulated_npu import SimulatedNPU, install
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.core import kv_cache_utils
-
+from tests.ascend.runner_parts import make_runner
+from tests.ascend.simulated_memfabric import HOST, Memmove, free_port
+from tests.ascend.simulated_npu import SimulatedNPU, install
 from vllm_kvoffload.connectors.ascend_store import connector as store_connector
 from vllm_kvoffload.connectors.ascend_store.connector import AscendStoreConnector
 from vllm_kvoffload.connectors.multi import KVOffloadMultiConnector

@@ -16,19 +16,6 @@ from typing import Any
 import pytest
 import torch
 import vllm_ascend.worker.worker  # noqa: F401  # the only order in which upstream's modules can be imported
-from adapter_model import (
-    BLOCK,
-    STEPS,
-    TYPES,
-    Adapter,
-    Setup,
-    common_metadata,
-    make_builder,
-    make_step,
-    patch_tables,
-)
-from kernel_stand_ins import CoreKernels
-from simulated_npu import install
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, override_forward_context
@@ -40,6 +27,19 @@ from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec
 from vllm_ascend.spec_decode import llm_base_proposer
 from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
+from tests.ascend.adapter_model import (
+    BLOCK,
+    STEPS,
+    TYPES,
+    Adapter,
+    Setup,
+    common_metadata,
+    make_builder,
+    make_step,
+    patch_tables,
+)
+from tests.ascend.kernel_stand_ins import CoreKernels
+from tests.ascend.simulated_npu import install
 from vllm_kvoffload.platforms.ascend.attention import KVOffloadSFABackend
 from vllm_kvoffload.platforms.ascend.offload import describe_pass
 from vllm_kvoffload.platforms.ascend.runner import KVOffloadNPUModelRunner

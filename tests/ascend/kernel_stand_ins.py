@@ -7,7 +7,6 @@ the CPU twin of a vector core. Both check what the binding checks, and launch on
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import torch_ops
 
-from simulated_device import NPUTensor, plain, wrap  # isort: skip
+from tests.ascend.simulated_device import NPUTensor, plain, wrap  # isort: skip
 
-TESTS = Path(__file__).resolve().parent.parent
 PLAN = [
     "topk",
     "query_start_loc",
@@ -204,8 +202,7 @@ class TwinKernels(Kernels):
 
     def __init__(self, npu: Any, library: str) -> None:
         super().__init__(npu)
-        sys.path.append(str(TESTS / "ascendc"))
-        import twin_kernels
+        from tests.ascendc import twin_kernels
 
         self._twin = twin_kernels
         self._kernels = twin_kernels.Kernels(Path(library))

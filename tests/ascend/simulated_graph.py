@@ -15,8 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from simulated_device import NPUTensor, capturing, syncs  # isort: skip
-from simulated_npu import SimulatedNPU  # isort: skip
+from tests.ascend.simulated_device import NPUTensor, capturing, syncs  # isort: skip
+from tests.ascend.simulated_npu import SimulatedNPU  # isort: skip
 
 
 class Graph:

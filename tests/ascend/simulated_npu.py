@@ -19,7 +19,7 @@ import torch
 
 from vllm_kvoffload.platforms.cpu.kernels import indexer_scores, select_topk, sparse_mla_attend
 
-from simulated_device import Device, device_op  # isort: skip
+from tests.ascend.simulated_device import Device, device_op  # isort: skip
 
 
 class SimulatedNPU:

@@ -12,11 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import ascend_env
 import numpy as np
 import pytest
 import torch
 
+from tests import ROOT
+from tests.ascend import ascend_env
 from vllm_kvoffload.sparse.paged import PagedKV
 from vllm_kvoffload.sparse.step import StepBatch
 
@@ -32,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def ascend() -> Path:
     """The environment, made at first use."""
     try:
-        return ascend_env.make(ascend_env.ROOT / "build" / "ascend-env")
+        return ascend_env.make(ROOT / "build" / "ascend-env")
     except ascend_env.EnvironmentUnavailable as error:
         pytest.skip(f"the package index has no vllm-ascend for this machine: {error}")
 
@@ -40,8 +41,7 @@ def ascend() -> Path:
 @pytest.fixture(scope="module")
 def twin() -> Path:
     """The AscendC kernels, built for the CPU twin."""
-    sys.path.append(str(HERE.parent / "ascendc"))
-    import twin_kernels
+    from tests.ascendc import twin_kernels
 
     return twin_kernels.build()
 
@@ -51,11 +51,11 @@ def inside(ascend: Path, twin: Path, tmp_path_factory: pytest.TempPathFactory) -
     """(output, exit status, folder of records) of the tests inside."""
     records = tmp_path_factory.mktemp("records")
     wants = {"KVOFFLOAD_RECORDS": str(records), "KVOFFLOAD_KERNELS_TWIN": str(twin)}
-    command = [sys.executable, "-m", "pytest", "-c", "inside.ini", "--rootdir", ".", "-p", "prelude", "-v"]
-    command += [path.name for path in sorted(HERE.glob("inside_*.py"))]
+    command = [sys.executable, "-m", "pytest", "-c", str(HERE / "inside.ini"), "--rootdir", str(HERE)]
+    command += ["-p", "tests.ascend.prelude", "-v", *map(str, sorted(HERE.glob("inside_*.py")))]
     done = subprocess.run(
         command,
-        cwd=HERE,
+        cwd=ROOT,
         env={**ascend_env.variables(ascend), **wants},
         capture_output=True,
         text=True,

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_stand_ins import LISTS, PLAN, CoreKernels
-from simulated_npu import SimulatedNPU, SimulatedStream, scatter_nd_update, sparse_copy
 
+from tests.ascend.kernel_stand_ins import LISTS, PLAN, CoreKernels
+from tests.ascend.simulated_npu import SimulatedNPU, SimulatedStream, scatter_nd_update, sparse_copy
 from vllm_kvoffload import ops
 from vllm_kvoffload.layerwise.buffer_plan import BufferOptions, CacheLayer, plan_buffers
 from vllm_kvoffload.layerwise.pipeline import (

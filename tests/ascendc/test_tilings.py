@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from twin_kernels import LINE, Kernels, RefusedError
 
+from tests.ascendc.twin_kernels import LINE, Kernels, RefusedError
 from vllm_kvoffload.policies import POLICIES
 
 PLAN = {

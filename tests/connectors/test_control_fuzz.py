@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
-from pd_bench import FACTS, HOST, LIMITS, Bench, free_port, make_caches, metadata
 
+from tests.connectors.pd_bench import FACTS, HOST, LIMITS, Bench, free_port, make_caches, metadata
 from vllm_kvoffload.connectors.sfa_remote_d2h import reads, wire, worker_d, worker_p
 from vllm_kvoffload.connectors.sfa_remote_d2h.facts import digest_of
 from vllm_kvoffload.connectors.sfa_remote_d2h.introductions import DECLINES_KEPT, MAX_PEERS

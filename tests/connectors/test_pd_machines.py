@@ -13,8 +13,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from msgspec.structs import replace
-from pd_world import FACTS, LAYERS, LIMITS, POOL, World
 
+from tests.connectors.pd_world import FACTS, LAYERS, LIMITS, POOL, World
 from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import EARLY_KEPT, Consumer
 from vllm_kvoffload.connectors.sfa_remote_d2h.facts import digest_of
 from vllm_kvoffload.connectors.sfa_remote_d2h.introductions import DECLINES_KEPT, Declines

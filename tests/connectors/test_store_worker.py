@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from test_schedulers import Output
-
+from tests.connectors.test_schedulers import Output
 from vllm_kvoffload.connectors.ascend_store.metadata import StoreMetadata, StoreStep
 from vllm_kvoffload.connectors.ascend_store.scheduler import StoreScheduler
 from vllm_kvoffload.connectors.ascend_store.worker import StoreWorker

@@ -8,8 +8,8 @@ import time
 import msgspec
 import pytest
 import zmq
-from pd_bench import HOST, LIMITS, Bench, metadata
 
+from tests.connectors.pd_bench import HOST, LIMITS, Bench, metadata
 from vllm_kvoffload.connectors.sfa_remote_d2h import connection_gate, wire, worker_d, worker_p
 from vllm_kvoffload.connectors.sfa_remote_d2h.curve import ControlKey
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure

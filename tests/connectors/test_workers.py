@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pd_bench import BLOCKS, FACTS, HOST, LAYERS, LIMITS, Bench, Memmove, metadata
 
+from tests.connectors.pd_bench import BLOCKS, FACTS, HOST, LAYERS, LIMITS, Bench, Memmove, metadata
 from vllm_kvoffload.connectors.sfa_remote_d2h import io_thread, reads, worker_d
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure

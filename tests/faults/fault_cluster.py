@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from fault_client import Client, new_prompt
-from fault_hop import HOST as HOP_HOST
-from fault_hop import Hop
-from fault_relay import Relay
-
+from tests import import_path
+from tests.faults.fault_client import Client, new_prompt
+from tests.faults.fault_hop import HOST as HOP_HOST
+from tests.faults.fault_hop import Hop
+from tests.faults.fault_relay import Relay
 from vllm_kvoffload.demo.client import read_metrics
 from vllm_kvoffload.demo.processes import session_and_descendants
 from vllm_kvoffload.demo.server import (
@@ -213,8 +213,7 @@ class Cluster:
             folder = self._folder / f"patch-{self._starts}"
             folder.mkdir()
             (folder / "sitecustomize.py").write_text(kind.patch, encoding="utf-8")
-            path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-            environment["PYTHONPATH"] = path
+            environment["PYTHONPATH"] = import_path(folder)
         with patch.dict(os.environ, environment):
             log = self._folder / f"{name}-{self._starts}.log"
             self.servers[name] = Server(command, log, self.ports[name])

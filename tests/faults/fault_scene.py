@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fault_client import Client
-from fault_cluster import DEADLINE_S, LEASE_S, PREFILL_MODEL_LEN, Cluster
-from fault_hop import Plan
-from fault_relay import Rule, Watch
-from fault_report import PHASES, REPORT, Cell, Report
-
+from tests.faults.fault_client import Client
+from tests.faults.fault_cluster import DEADLINE_S, LEASE_S, PREFILL_MODEL_LEN, Cluster
+from tests.faults.fault_hop import Plan
+from tests.faults.fault_relay import Rule, Watch
+from tests.faults.fault_report import PHASES, REPORT, Cell, Report
 from vllm_kvoffload.connectors.sfa_remote_d2h import wire
 
 AGAIN_TOKENS = 6

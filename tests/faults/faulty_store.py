@@ -10,7 +10,6 @@ import ctypes
 import itertools
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -36,8 +35,7 @@ def plant(folder: str) -> None:
 
     def make_faulty(backend: str, *, role: str, **more: Any) -> FaultyStore:
         if backend == "memcache":
-            sys.path.append(str(Path(__file__).parents[1]))
-            import hostsim
+            from tests import hostsim
 
             hostsim.activate()
         return FaultyStore(make(backend, role=role, **more), role, Path(folder))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import count
 
 import pytest
-from engine import Job, worst_difference
-from lab import OFFLOAD
-from workloads import prompt
 
+from tests.golden.engine import Job, worst_difference
+from tests.golden.lab import OFFLOAD
+from tests.golden.workloads import prompt
 from vllm_kvoffload import ops
 
 pytestmark = pytest.mark.slow

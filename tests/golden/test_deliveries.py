@@ -1,4 +1,7 @@
-"""Every delivery and policy, with and without drafts, gives what no offload gives (I-6), to the bit."""
+"""Every delivery and policy, with and without drafts, gives what no offload gives (I-6), to the bit.
+
+Each two of delivery, policy and number of drafts meet in one run.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,19 @@ def options(drafts: int) -> dict[str, object]:
     return {"speculative_config": {"method": "mtp", "num_speculative_tokens": drafts}}
 
 
-def pairs() -> list[tuple[str, str, int]]:
-    """Each delivery with each policy, and with each number of drafts: what a policy plans does not depend on
-    drafts, and equals the oracle's plan by the ops' property tests."""
-    drafts = {policy: (0, 1, 3)[number % 3] for number, policy in enumerate(POLICIES)}
-    rest = [n for n in (0, 1, 3) if n != drafts[DEFAULT_POLICY]]
-    chosen = [*drafts.items(), *((DEFAULT_POLICY, n) for n in rest)]
-    return [(delivery, policy, n) for delivery in DELIVERIES for policy, n in chosen]
+DRAFTS = (0, 1, 3)
+RUNS = sorted(
+    {
+        (DELIVERIES[(row + column) % len(DELIVERIES)], policy, drafts)
+        for row, policy in enumerate(POLICIES)
+        for column, drafts in enumerate(DRAFTS)
+    }
+    | {("compact", "fifo", drafts) for drafts in DRAFTS}  # the published plan, which is code of its own
+    | {("in_place", "fifo", 0)}
+)
 
 
-@pytest.mark.parametrize(("delivery", "policy", "drafts"), pairs())
+@pytest.mark.parametrize(("delivery", "policy", "drafts"), RUNS)
 def test_deliveries_and_policies(lab, delivery, policy, drafts):
     offload = {**POOL, "delivery": delivery, "policy": policy}
     result, difference = lab.compare("mixed", MODEL, offload, **options(drafts))
@@ -41,16 +47,23 @@ def test_deliveries_and_policies(lab, delivery, policy, drafts):
     assert (stats["new_rows"] == 0) == published  # as published, a step's own tokens are not kept
 
 
-@pytest.mark.parametrize(("policy", "ways"), [("fifo", 16), ("rrip", 32)])
-def test_compact_delivery_of_everything_else(lab, policy, ways):
+@pytest.mark.parametrize(
+    ("policy", "ways", "workloads"),
+    [
+        ("fifo", 16, ["short", "long", "prefix", "abort", "churn"]),  # the published plan
+        ("fifo", 32, ["churn"]),
+        ("rrip", 32, ["short", "long", "prefix", "abort", "churn"]),
+    ],
+)
+def test_compact_delivery_of_everything_else(lab, policy, ways, workloads):
     offload = {"topk_buffer_size": 128, "ways": ways, "delivery": "compact", "policy": policy}
-    for workload in ("short", "long", "prefix", "abort", "churn"):
+    for workload in workloads:
         result, difference = lab.compare(workload, offload=offload)
         assert difference == 0.0
         assert result.trace.stats["hits"] > 0
 
 
-@pytest.mark.parametrize(("workload", "policy"), [("preempted", "rrip"), ("same_step", "fifo")])
+@pytest.mark.parametrize(("policy", "workload"), [("fifo", "preempted"), ("rrip", "same_step")])
 def test_compact_delivery_under_pressure(lab, monkeypatch, workload, policy):
     monkeypatch.setenv("KVOFFLOAD_RUNTIME_DELAY", "3:4")
     lab.close()  # streams read the variable when the engine starts

@@ -6,8 +6,9 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
-from engine import worst_difference
-from lab import Lab, Result
+
+from tests.golden.engine import worst_difference
+from tests.golden.lab import Lab, Result
 
 pytestmark = pytest.mark.slow
 

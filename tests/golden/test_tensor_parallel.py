@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from engine import Job, engine, worst_difference
-from store_lab import stats, transfer_config
-from test_mtp_baseline import assert_same_tokens, mtp
-from workloads import WORKLOADS, prompt
 
+from tests.golden.engine import Job, engine, worst_difference
+from tests.golden.store_lab import stats, transfer_config
+from tests.golden.test_mtp_baseline import assert_same_tokens, mtp
+from tests.golden.workloads import WORKLOADS, prompt
 from vllm_kvoffload import ops
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine import Job
+from tests.golden.engine import Job
 
 
 def prompt(tokens: int, seed: int) -> tuple[int, ...]:

@@ -7,8 +7,8 @@ import time
 
 import numpy as np
 import pytest
-from pipeline_world import BLOCK, LAYERS, StoreError, World, accept, run, value
 
+from tests.layerwise.pipeline_world import BLOCK, LAYERS, StoreError, World, accept, run, value
 from vllm_kvoffload.layerwise import pipeline as module
 from vllm_kvoffload.layerwise.pipeline import LayerPipeline, PipelineLimits, PipelineStep, Rows, pieces
 from vllm_kvoffload.layerwise.slot_gate import Blocker, SlotGates
@@ -28,6 +28,7 @@ def case(seed: int) -> dict:
     return CASES[seed % len(CASES)]
 
 
+@pytest.mark.slow
 def test_random_delays():
     wrong = {seed: found for seed in range(SEEDS) if (found := run(seed, max_ms=0.6, **case(seed)))}
     assert wrong == {}

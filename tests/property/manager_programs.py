@@ -8,8 +8,8 @@ import time
 
 import numpy as np
 import torch
-from manager_model import ROW_BYTES, Scheduler, Setup, StepPlan, content, drive, make_plans
 
+from tests.property.manager_model import ROW_BYTES, Scheduler, Setup, StepPlan, content, drive, make_plans
 from vllm_kvoffload.runtime import CPURuntime, DelayPlan
 from vllm_kvoffload.sparse.manager import SparseKVManager
 from vllm_kvoffload.sparse.offloaded import OffloadedKV

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from plan_cases import MAX_QUERY_LEN, Shape, Step
 
+from tests.plan_cases import MAX_QUERY_LEN, Shape, Step
 from vllm_kvoffload import ops
 
 ROW_BYTES = 8

@@ -19,9 +19,9 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from manager_model import ROW_BYTES, Scheduler, Setup, StepPlan, make_plans, setup_for
-from manager_programs import Boom, Rank, run_failing_program, run_program, run_rank_pair
 
+from tests.property.manager_model import ROW_BYTES, Scheduler, Setup, StepPlan, make_plans, setup_for
+from tests.property.manager_programs import Boom, Rank, run_failing_program, run_program, run_rank_pair
 from vllm_kvoffload import ops
 from vllm_kvoffload.policies import POLICIES
 from vllm_kvoffload.runtime import CPURuntime, DelayPlan, TaskFailedError, WaitTimeoutError

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from manager_model import Setup, setup_for
-from manager_programs import WrongRowError, run_failing_program, run_program, run_rank_pair
 
+from tests.property.manager_model import Setup, setup_for
+from tests.property.manager_programs import WrongRowError, run_failing_program, run_program, run_rank_pair
 from vllm_kvoffload import ops
 from vllm_kvoffload.sparse.compact import CompactDelivery, PublishedPlanner
 from vllm_kvoffload.sparse.host_rows import HostRows
@@ -281,6 +281,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     planted = PLANTED[name]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ops_simulation import ROW_BYTES, Pools, check_positions, version_of
-from plan_cases import MAX_QUERY_LEN, Shape, Step, int32, sequences
 
+from tests.plan_cases import MAX_QUERY_LEN, Shape, Step, int32, sequences
+from tests.property.ops_simulation import ROW_BYTES, Pools, check_positions, version_of
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import Kind, conformance
 from vllm_kvoffload.ops.oracle import conformance as oracle

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import int32
 
+from tests.plan_cases import int32
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import oracle
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import OUTPUT, STATE, Shape, Step, sequences
 
+from tests.plan_cases import OUTPUT, STATE, Shape, Step, sequences
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import oracle
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from plan_cases import STATE, int32
 
+from tests.plan_cases import STATE, int32
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import _C, torch_ops
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from plan_cases import OUTPUT, STATE, int32
 
+from tests.plan_cases import OUTPUT, STATE, int32
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import _C, conformance, oracle
 

@@ -14,8 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from proxy_world import FAST, HOST, Exchange, World, decode, world
 
+from tests.proxy.proxy_world import FAST, HOST, Exchange, World, decode, world
 from vllm_kvoffload.proxy.chunks import ChunkError, Chunks
 from vllm_kvoffload.proxy.cork import cork
 from vllm_kvoffload.proxy.jsontext import DEEPEST, decode_json

@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 import pytest
-from proxy_world import FAST, Exchange, World, decode, events, text_of, words, world
 
+from tests.proxy.proxy_world import FAST, Exchange, World, decode, events, text_of, words, world
 from vllm_kvoffload.proxy import fanout, sse
 from vllm_kvoffload.proxy.asgi import Guard
 from vllm_kvoffload.proxy.budget import ByteBudget, Window

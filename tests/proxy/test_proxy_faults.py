@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from proxy_world import FAST, Exchange, events, text_of, words, world
 
+from tests.proxy.proxy_world import FAST, Exchange, events, text_of, words, world
 from vllm_kvoffload.proxy.settings import Deadlines
 
 

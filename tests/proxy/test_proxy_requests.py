@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from proxy_world import FAST, Exchange, decode, events, text_of, words, world
 
+from tests.proxy.proxy_world import FAST, Exchange, decode, events, text_of, words, world
 from vllm_kvoffload.proxy.app import Answer
 from vllm_kvoffload.proxy.http_client import Client
 from vllm_kvoffload.proxy.settings import Deadlines

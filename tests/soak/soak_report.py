@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from soak_load import Load
-from soak_run import Outcome, Plan
+from tests.soak.soak_load import Load
+from tests.soak.soak_run import Outcome, Plan
 
 MIB = 1 << 20
 SHOWN = 12

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from fault_cluster import HELD, PROXY_HELD, metrics
-from soak_fleet import Fleet
-
+from tests.faults.fault_cluster import HELD, PROXY_HELD, metrics
+from tests.soak.soak_fleet import Fleet
 from vllm_kvoffload.demo.processes import session_and_descendants
 
 EVERY_S = 10.0

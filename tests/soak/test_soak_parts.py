@@ -5,22 +5,19 @@ from __future__ import annotations
 import os
 import random
 import socket
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "faults"))
 pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
 
-import fault_strangers as strangers
-from soak_chaos import Excuse
-from soak_load import LONGEST_ANSWER, Load, Oracle, Record, prompts
-from soak_report import page
-from soak_run import Outcome, Plan
-from soak_watch import Sample, growth, memory, more_than, slope, wait_empty
-
+from tests.faults import fault_strangers as strangers
+from tests.soak.soak_chaos import Excuse
+from tests.soak.soak_load import LONGEST_ANSWER, Load, Oracle, Record, prompts
+from tests.soak.soak_report import page
+from tests.soak.soak_run import Outcome, Plan
+from tests.soak.soak_watch import Sample, growth, memory, more_than, slope, wait_empty
 from vllm_kvoffload.connectors.sfa_remote_d2h import wire
 
 MIB = 1 << 20

@@ -14,8 +14,7 @@ import pytest
 
 pytest.importorskip("nixl_cu12")
 
-from nixl_server import pattern, serve
-
+from tests.transfer.nixl_server import pattern, serve
 from vllm_kvoffload.transfer import (
     ReadStatus,
     Region,

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from stats_writer import Writer
+
+from tests.unit.stats_writer import Writer
 
 
 @pytest.fixture

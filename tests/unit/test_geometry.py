@@ -1,8 +1,8 @@
 from types import SimpleNamespace
 
 import pytest
-from model_configs import deepseek_v3_2, glm_5_3
 
+from tests.unit.model_configs import deepseek_v3_2, glm_5_3
 from vllm_kvoffload.geometry import Component, GeometryError, IndexGroup, KVGeometry, resolve_indexer_types
 from vllm_kvoffload.settings.errors import ConfigError
 

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from stats_writer import Writer
 
+from tests.unit.stats_writer import Writer
 from vllm_kvoffload.metrics import StatsChannel, WorkerStats, find_stats
 from vllm_kvoffload.metrics import collector as collector_module
 from vllm_kvoffload.metrics import reader as reader_module

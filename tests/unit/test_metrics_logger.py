@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from stats_writer import Writer
 
+from tests.unit.stats_writer import Writer
 from vllm_kvoffload.metrics import StatsChannel
 from vllm_kvoffload.metrics import reader as reader_module
 from vllm_kvoffload.metrics.fields import PREFILL
