@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_checks import (
+
+from tests.ascend.test_checks import (
     DECODE,
     HF,
     JOINT,
@@ -22,7 +23,6 @@ from test_checks import (
     engine,
     with_options,
 )
-
 from vllm_kvoffload.platforms.ascend import checks
 from vllm_kvoffload.platforms.ascend.operators import KERNELS_ENV
 from vllm_kvoffload.settings.errors import ConfigError

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_kvoffload.policies import DEFAULT_POLICY, POLICIES
+from vllm_kvoffload.policies import POLICIES
 from vllm_kvoffload.settings.offload import DELIVERIES
 
 pytestmark = pytest.mark.slow

@@ -13,11 +13,8 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import package_index
-from package_index import AARCH64, ROOT, resolve
-
+from tests import package_index
+from tests.package_index import AARCH64, ROOT, resolve
 from vllm_kvoffload.platforms.ascend import memfabric_kernels
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 import tarfile
 import zipfile
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import package_index
-
+from tests import package_index
 from vllm_kvoffload.platforms import foreign
 from vllm_kvoffload.platforms.ascend import symbols
 

@@ -12,18 +12,20 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests import ROOT, hostsim
+from tests import ROOT, hostsim, package_index
+from vllm_kvoffload.platforms.ascend.memfabric_kernels import LIBRARY, find_kernels
 from vllm_kvoffload.platforms.ascend.rows import MAX_PAIR_BYTES
 
-pytestmark = pytest.mark.skipif(bool(hostsim.missing()), reason=hostsim.missing() or "-")
-
-CHILD = """
+CHILD = f"""
 import inspect, json, sys
 
-from tests import hostsim
+sys.path.insert(0, {str(ROOT)!r})
+if sys.argv[1] == "installed":
+    from tests import hostsim
 
     hostsim.activate()
 import memcache_hybrid, memfabric_hybrid
@@ -33,15 +35,24 @@ offload, engine = offload_module(), memfabric_hybrid.TransferEngine
 store = memcache_hybrid.DistributedObjectStore
 methods = ("initialize", "get_rpc_port", "register_memory", "batch_transfer_sync_read")
 functions = ("set_log_level", "set_conf_store_tls")
-print(json.dumps({
-    "engine": {name: getattr(engine, name).__doc__ for name in methods},
-    "functions": {name: getattr(memfabric_hybrid, name).__doc__ for name in functions},
-    "offload": {name: getattr(offload, name).__doc__ for name in ("initialize", "uninitialize", "get_dva")},
-    "python": {name: list(inspect.signature(getattr(offload, name)).parameters)
-               for name in ("empty", "sparse_copy")},
+calls = ("init", "register_buffer", "batch_is_exist", "batch_add_lease", "batch_remove_lease", "batch_alloc",
+         "batch_get_key_info", "batch_copy", "batch_write_finish", "remove_batch", "close")
+kinds = getattr(memfabric_hybrid, "TransDataOpType", None) or sys.modules["_pymf_transfer"].TransDataOpType
+print(json.dumps({{
+    "engine": {{name: getattr(engine, name).__doc__ for name in methods}},
+    "functions": {{name: getattr(memfabric_hybrid, name).__doc__ for name in functions}},
+    "offload": {{name: getattr(getattr(offload, name, None), "__doc__", None)
+                for name in ("initialize", "uninitialize", "get_dva")}},
+    "python": {{name: list(inspect.signature(getattr(offload, name)).parameters)
+               for name in ("empty", "sparse_copy")}},
     "fields": [name for name in dir(offload.OffloadConfig) if not name.startswith("_")],
     "shared": offload.Scene.SHARED.name,
-}))
+    "store": {{name: getattr(store, name).__doc__ for name in calls}},
+    "directions": {{name: int(getattr(memcache_hybrid, name).value)
+                   for name in ("L2G", "G2L", "G2H", "H2G")}},
+    "kinds": [name for name in dir(kinds) if name.isupper()],
+    "folder": memfabric_hybrid.__path__[0],
+}}))
 """
 INSTALLED = pytest.mark.skipif(bool(hostsim.missing()), reason=hostsim.missing() or "-")
 
@@ -62,8 +73,9 @@ def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         paths = [*map(str, sites), environ.get("PYTHONPATH", "")]
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     ran = subprocess.run(
-        [sys.executable, "-c", CHILD], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+        [sys.executable, "-c", CHILD, release],
+        capture_output=True, text=True, timeout=120, check=False, env=environ,
+    )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     found: dict = json.loads(ran.stdout.splitlines()[-1])
     if release != "installed":

@@ -145,8 +145,7 @@ def test_what_is_missing_is_named(cache: Path, tmp_path: Path, monkeypatch: pyte
 
 def test_the_source_is_in_the_wheel(tmp_path: Path) -> None:
     """All of it: every file that a file of it includes."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    from test_packaging import build_python_part
+    from tests.unit.test_packaging import build_python_part
 
     wheel = build_python_part("build_wheel", ROOT, tmp_path)
     with zipfile.ZipFile(wheel) as archive:
