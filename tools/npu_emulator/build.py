@@ -14,13 +14,10 @@ import sysconfig
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
-OURS = {
-    "libascendcl.so": ("arena.cpp", "stream.cpp", "acl.cpp"),
-    "libacl_op_compiler.so": ("compiler.cpp",),
-    "libhccl.so": ("hccl.cpp",),
-}
+CORE = ("arena", "stream", "acl", "compiler", "hccl")
+CORE_LIBRARY, STAND_INS = "libnpu_emulator.so", "libnpu_emulator_stand_ins.so"
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
-UNSUPPORTED = 100008  # ACL_ERROR_API_NOT_SUPPORT's family: callers print the name of what they called
+UNSUPPORTED = 207000  # ACL_ERROR_RT_FEATURE_NOT_SUPPORT: torch_npu does without some, and raises for others
 HARMLESS = re.compile(r"Msprof|aclAppLog|aclFinalize|aclmdl\w*Dump|aclDestroy|aclopDestroy|rtDevBinary|rtFunction")
 DATA = re.compile(r"_ZT[VIST]")  # C++ type information and vtables; nothing looks at their size
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
@@ -86,25 +83,25 @@ def stand_ins(names: list[str]) -> str:
 def build_cann(torch: Path, torch_npu: Path, target: Path) -> int:
     """CANN's libraries. Returns the number of stand-ins."""
     include = ("-isystem", str(torch / "include"), "-isystem", str(torch_npu / "include"))
-    link = (f"-L{target}", "-lascendcl", "-Wl,-rpath,$ORIGIN")
-    for name, sources in OURS.items():
-        options = (*WARNINGS, *include, *(link if name == "libhccl.so" else ()))
-        compile_library(target / name, [SOURCES / source for source in sources], *options)
+    core = [SOURCES / f"{name}.cpp" for name in CORE]
+    compile_library(target / CORE_LIBRARY, core, *WARNINGS, *include)
     wanting = [*torch_npu.glob("_C*.so"), *(torch_npu / "lib").glob("*.so")]
     folders = (torch / "lib", torch_npu / "lib", torch_npu.parent / "torch_npu.libs")
     shipped = {path.name: path for folder in folders for path in folder.glob("*.so*")}
     wanted = set().union(*map(needed, wanting))
     system = system_libraries()
-    missing = sorted(n for n in wanted if n not in shipped and n not in system and n not in OURS)
-    providers = [*shipped.values(), *(system[n] for n in wanted if n in system), *(target / n for n in OURS)]
+    missing = sorted(n for n in wanted if n not in shipped and n not in system)
+    providers = [*shipped.values(), *(system[n] for n in wanted if n in system), target / CORE_LIBRARY]
     defined = set().union(*(symbols(path, "defined") for path in providers))
     undefined = {n for path in wanting for n, letter in symbols(path, "undefined").items() if letter == "U"}
     absent = sorted(n for n in undefined - defined if not n.startswith(("Py", "_Py")) and IDENTIFIER.fullmatch(n))
     (target / "stand_ins.cpp").write_text(stand_ins(absent))
+    compile_library(target / STAND_INS, [target / "stand_ins.cpp"], f"-I{SOURCES}", "-fno-builtin")
+    # The loader and dlsym look into what a library depends on: CANN's names need nothing of their own.
     (target / "empty.cpp").write_text("extern const int npu_emulator_empty = 0;\n")
-    for number, name in enumerate(missing):  # one has them all: the loader looks in every one
-        source = target / ("empty.cpp" if number else "stand_ins.cpp")
-        compile_library(target / name, [source], f"-I{SOURCES}", "-fno-builtin")
+    both = ("-Wl,--no-as-needed", f"-L{target}", f"-l:{CORE_LIBRARY}", f"-l:{STAND_INS}", "-Wl,-rpath,$ORIGIN")
+    for name in missing:
+        compile_library(target / name, [target / "empty.cpp"], *both)
     return len(absent)
 
 
@@ -122,7 +119,7 @@ def build_operators(torch: Path, torch_npu: Path, target: Path) -> None:
         *WARNINGS,
         *(word for folder in include for word in ("-isystem", str(folder))),
         *(f"-L{folder}" for folder in folders),
-        *("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_npu", "-lascendcl"),
+        *("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_npu", f"-l:{CORE_LIBRARY}"),
         *(f"-Wl,-rpath,{folder}" for folder in folders),
         "-Wl,--allow-shlib-undefined",
     )

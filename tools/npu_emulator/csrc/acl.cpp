@@ -135,12 +135,6 @@ aclError aclrtGetLastError(aclrtLastErrLevel) { return ACL_SUCCESS; }
 aclError aclrtSetOpWaitTimeout(uint32_t) { return ACL_SUCCESS; }
 aclError aclrtSetOpExecuteTimeOut(uint32_t) { return ACL_SUCCESS; }
 aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode) { return ACL_SUCCESS; }
-aclError aclrtSetSysParamOpt(aclSysParamOpt, int64_t) { return ACL_SUCCESS; }
-aclError aclrtCtxSetSysParamOpt(aclSysParamOpt, int64_t) { return ACL_SUCCESS; }
-aclError aclrtGetSysParamOpt(aclSysParamOpt, int64_t *value) {
-  *value = 0;
-  return ACL_SUCCESS;
-}
 
 // --- memory
 

@@ -1,4 +1,4 @@
-// libacl_op_compiler.so: options are accepted, nothing is ever compiled.
+// Options of operator compilation: accepted, and nothing is ever compiled.
 #include <acl/acl.h>
 #include <acl/acl_op_compiler.h>
 
@@ -12,7 +12,6 @@ aclError aclGetCompileopt(aclCompileOpt, char *value, size_t length) {
 }
 aclError aclopSetCompileFlag(aclOpCompileFlag) { return ACL_SUCCESS; }
 
-// torch_npu looks these up here.
 aclError aclrtGetSysParamOpt(aclSysParamOpt, int64_t *value) {
   *value = 0;
   return ACL_SUCCESS;

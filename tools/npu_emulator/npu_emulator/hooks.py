@@ -25,10 +25,8 @@ DEFAULTS = {
 
 def load_cann() -> None:
     """Loads the emulated CANN libraries: the dynamic loader then finds them by their names."""
-    first = ("libascendcl.so", "libacl_op_compiler.so", "libhccl.so")
-    others = sorted(p.name for p in LIBRARIES.glob("lib*.so") if p.name not in first)
-    for name in (*first, *others):
-        ctypes.CDLL(str(LIBRARIES / name), mode=ctypes.RTLD_GLOBAL)
+    for path in sorted(LIBRARIES.glob("lib*.so")):
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 def start_device(module: types.ModuleType) -> None:

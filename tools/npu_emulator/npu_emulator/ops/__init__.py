@@ -28,6 +28,6 @@ def operator(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def implementations() -> dict[str, dict[str, Callable[..., Any]]]:
     """{namespace: {name: function}} of all operators."""
-    from npu_emulator.ops import attention, dense, sparse  # noqa: F401  they register themselves
+    from npu_emulator.ops import attention, dense, moe, sparse  # noqa: F401  they register themselves
 
     return _registered
