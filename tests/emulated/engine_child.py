@@ -1,6 +1,6 @@
 """Runs one engine in the emulator's environment: python engine_child.py JOB.json OUTPUT.json
 
-JOB: {"model": folder, "prompts": [[token ids]], "tokens": n, "options": LLM's}. OUTPUT: for each prompt the
+JOB: {"model": folder, "hidden": [modules], "prompts": [[token ids]], "tokens": n, "options": LLM's}. OUTPUT: for each prompt the
 "token_ids" and "logprobs" of a greedy generation.
 """
 
@@ -12,10 +12,12 @@ from pathlib import Path
 
 
 def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    for name in job.get("hidden", ()):  # as if it weren't installed
+        sys.modules[name] = None  # type: ignore[assignment]
     import torch_npu  # noqa: F401  the emulator starts with it
     from vllm import LLM, SamplingParams
 
-    job = json.loads(Path(sys.argv[1]).read_text())
     options = {"enforce_eager": True, "max_model_len": 1024, "gpu_memory_utilization": 0.5, "max_num_seqs": 4}
     llm = LLM(job["model"], skip_tokenizer_init=True, **{**options, **job.get("options", {})})
     params = SamplingParams(

@@ -243,6 +243,13 @@ void run_on_cpu(const c10::OperatorHandle &op, Stack *stack) {
     if (!schema.returns().empty()) stack->push_back(first);
     return;
   }
+  if (recording && schema.overload_name() == "out" && stack->back().isTensorList()) {
+    std::vector<Tensor> targets = stack->back().toTensorVector();  // torch_npu's own: it returns what it is given
+    stack->erase(stack->begin() + static_cast<std::ptrdiff_t>(begin), stack->end());
+    stream.submit(write_task(op, call.arguments()));
+    for (size_t n = 0; n < schema.returns().size(); n++) stack->push_back(targets.at(n));
+    return;
+  }
   if (!recording) {
     drain(stream);
     raise_errors(stream);

@@ -35,8 +35,7 @@ def start_device(module: types.ModuleType) -> None:
 
     from npu_emulator import device
 
-    if getattr(torch.version, "cann", None) is None:
-        torch.version.cann = "9.1.0"  # type: ignore[attr-defined]
+    torch.version.cann = "9.1.0"  # type: ignore[attr-defined]  # there is no CANN that could be asked
     device.install(module)
 
 

@@ -82,13 +82,12 @@ def fused_infer_attention_score(query: Tensor, key: Tensor, value: Tensor, **res
 
 @operator("npu::npu_fused_infer_attention_score.out")
 def fused_infer_attention_score_out(
-    query: Tensor, key: Tensor, value: Tensor, *, attention_out: Tensor, softmax_lse: Tensor, **rest: Any
+    query: Tensor, key: Tensor, value: Tensor, *, out: list[Tensor], workspace: Tensor | None = None, **rest: Any
 ) -> tuple[Tensor, Tensor]:
-    rest.pop("workspace", None)
-    attention_out.copy_(fused_infer_attention(query, key, value, **rest))
-    return attention_out, softmax_lse
+    out[0].copy_(fused_infer_attention(query, key, value, **rest))
+    return out[0], out[1]
 
 
 @operator("npu::_npu_fused_infer_attention_score_get_max_workspace")
-def workspace(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+def get_max_workspace(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
     return torch.empty(1, dtype=torch.uint8)

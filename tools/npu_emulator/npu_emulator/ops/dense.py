@@ -45,11 +45,6 @@ def format_cast(self: Tensor, acl_format: int, *_: object, **__: object) -> Tens
     return self.clone()
 
 
-@operator("npu::npu_dtype_cast", "npu::_npu_dtype_cast")
-def dtype_cast(self: Tensor, dtype: torch.dtype) -> Tensor:
-    return self.to(dtype, copy=True)
-
-
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Pairs are the two halves of the last dimension; cos and sin are as wide as x."""
     low, high = x.chunk(2, dim=-1)

@@ -41,6 +41,18 @@ def moe_gating_top_k(
     return (weights * routed_scaling_factor).to(x.dtype), experts.to(torch.int32), out
 
 
+@operator("npu::npu_moe_gating_top_k")
+def npu_moe_gating_top_k(
+    x: Tensor, k: int, *, bias: Tensor | None = None, input_ids: Tensor | None = None, tid2eid: Tensor | None = None,
+    k_group: int = 1, group_count: int = 1, group_select_mode: int = 0, renorm: int = 0, norm_type: int = 0,
+    out_flag: bool = False, routed_scaling_factor: float = 1.0, eps: float = 1e-20,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if input_ids is not None or tid2eid is not None:
+        raise NotImplementedError("npu_emulator: npu_moe_gating_top_k with a table of experts")
+    numbers = (k, k_group, group_count, group_select_mode, renorm, norm_type)
+    return moe_gating_top_k(x, *numbers, out_flag, routed_scaling_factor, eps, bias)
+
+
 @operator("npu::npu_moe_gating_top_k_softmax")
 def moe_gating_top_k_softmax(
     x: Tensor, finished: Tensor | None = None, k: int = 1
@@ -57,13 +69,13 @@ def moe_init_routing(
     x: Tensor, expert_idx: Tensor, *, scale: Tensor | None = None, offset: Tensor | None = None,
     active_num: int = -1, expert_capacity: int = -1, expert_num: int = -1, drop_pad_mode: int = 0,
     expert_tokens_num_type: int = 0, expert_tokens_num_flag: bool = False, quant_mode: int = -1,
-    active_expert_range: Sequence[int] = (), row_idx_type: int = 0,
+    active_expert_range: Sequence[int] = (), row_idx_type: int = 0, x_dtype: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Tokens in the order of their experts: (rows, place of each choice or -1, tokens of each expert, nothing).
 
     x: [tokens, hidden]; expert_idx: int32 [tokens, k]; experts outside the range are another rank's.
     """
-    if quant_mode != -1 or scale is not None or offset is not None or drop_pad_mode or row_idx_type:
+    if quant_mode != -1 or scale is not None or offset is not None or drop_pad_mode or row_idx_type or x_dtype:
         raise NotImplementedError("npu_emulator: routing with quantisation, dropped tokens or scattered rows")
     if expert_idx.dtype != torch.int32:
         raise TypeError("npu_emulator: ids of experts are int32")

@@ -87,19 +87,19 @@ def attend_chosen(query: Tensor, rows: Tensor, indices: Tensor, scale: float, wi
 
 @operator("npu::npu_sparse_flash_attention", "_C_ascend::npu_sparse_flash_attention")
 def sparse_flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, sparse_indices: Tensor, scale_value: float, *,
+    query: Tensor, key: Tensor, value: Tensor | None, sparse_indices: Tensor, scale_value: float, *,
     block_table: Tensor | None = None, actual_seq_lengths_query: Tensor | None = None,
     actual_seq_lengths_kv: Tensor | None = None, query_rope: Tensor | None = None, key_rope: Tensor | None = None,
     sparse_block_size: int = 1, layout_query: str = "BSND", layout_kv: str = "BSND", sparse_mode: int = 3,
     pre_tokens: int = UNBOUNDED, next_tokens: int = UNBOUNDED, attention_mode: int = 2,
-    return_softmax_lse: bool = False,
+    return_softmax_lse: bool = False, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """MLA attention to the chosen tokens of a paged cache. A query's indices end with the first -1."""
     check_layout(layout_query, layout_kv, sparse_mode, pre_tokens, next_tokens)
     check_indices(sparse_indices, block_table, actual_seq_lengths_query, actual_seq_lengths_kv)
-    if sparse_block_size != 1 or attention_mode != 2 or return_softmax_lse:
+    if sparse_block_size != 1 or attention_mode != 2 or return_softmax_lse or sinks is not None:
         raise NotImplementedError("npu_emulator: npu_sparse_flash_attention of another mode")
-    if value.data_ptr() != key.data_ptr():
+    if value is None or value.data_ptr() != key.data_ptr():
         raise ValueError("npu_emulator: MLA's values are its keys")
     assert block_table is not None and query_rope is not None and key_rope is not None
     assert actual_seq_lengths_query is not None and actual_seq_lengths_kv is not None
@@ -127,12 +127,12 @@ def sparse_flash_attention(
 def kv_rmsnorm_rope_cache(
     kv: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, index: Tensor, k_cache: Tensor, ckv_cache: Tensor, *,
     k_rope_scale: Tensor | None = None, c_kv_scale: Tensor | None = None, k_rope_offset: Tensor | None = None,
-    c_kv_offset: Tensor | None = None, epsilon: float = 1e-5, cache_mode: str = "Norm", is_output_kv: bool = False,
+    c_kv_offset: Tensor | None = None, v: Tensor | None = None, epsilon: float = 1e-5, cache_mode: str = "Norm", is_output_kv: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Norm of the latent, rotation of the rest, and a write of both to pages. kv: [tokens, 1, 1, latent + rope]."""
     if cache_mode != "PA":
         raise NotImplementedError(f"npu_emulator: npu_kv_rmsnorm_rope_cache with cache mode {cache_mode}")
-    if any(x is not None for x in (k_rope_scale, c_kv_scale, k_rope_offset, c_kv_offset)):
+    if any(x is not None for x in (k_rope_scale, c_kv_scale, k_rope_offset, c_kv_offset, v)):
         raise NotImplementedError("npu_emulator: npu_kv_rmsnorm_rope_cache with quantisation")
     if index.dtype != torch.int64:
         raise TypeError("npu_emulator: npu_kv_rmsnorm_rope_cache takes slots of int64")
