@@ -333,20 +333,22 @@ aclError aclrtEventGetTimestamp(aclrtEvent event, uint64_t *microseconds) {
 
 aclError aclmdlRICaptureBegin(aclrtStream stream, aclmdlRICaptureMode) {
   if (of(stream).capturing != nullptr) return fail(kCaptured, "the stream is being captured");
-  of(stream).capturing = std::make_shared<npu::Graph>();
+  auto graph = std::make_shared<npu::Graph>();
+  graph->model = new Model{graph};
+  of(stream).capturing = graph;
   return ACL_SUCCESS;
 }
 aclError aclmdlRICaptureGetInfo(aclrtStream stream, aclmdlRICaptureStatus *status, aclmdlRI *model) {
   bool active = of(stream).capturing != nullptr;
   *status = active ? ACL_MODEL_RI_CAPTURE_STATUS_ACTIVE : ACL_MODEL_RI_CAPTURE_STATUS_NONE;
-  if (model != nullptr) *model = active ? of(stream).capturing.get() : nullptr;
+  if (model != nullptr) *model = active ? of(stream).capturing->model : nullptr;
   return ACL_SUCCESS;
 }
 aclError aclmdlRICaptureEnd(aclrtStream stream, aclmdlRI *model) {
   std::shared_ptr<npu::Graph> graph = of(stream).capturing;
   if (graph == nullptr) return fail(kCaptured, "the stream isn't captured");
   npu::end_capture(graph);
-  *model = new Model{graph};
+  *model = graph->model;
   return ACL_SUCCESS;
 }
 aclError aclmdlRICaptureThreadExchangeMode(aclmdlRICaptureMode *mode) {

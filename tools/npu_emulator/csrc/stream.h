@@ -44,6 +44,7 @@ struct Graph {
   std::vector<Task> tasks;
   std::vector<std::pair<size_t, size_t>> groups;  // of tasks that may be replaced: [first, last)
   std::mutex lock;
+  void *model = nullptr;  // the handle by which programs know it
 };
 
 struct Event {

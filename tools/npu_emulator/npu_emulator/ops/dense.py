@@ -115,6 +115,16 @@ def transpose_batchmatmul(
     return torch.bmm(x, w).permute(perm_y or [1, 0, 2]).contiguous()
 
 
+@operator("_C_ascend::batch_matmul_transpose")
+def batch_matmul_transpose(
+    tensor_a: Tensor, tensor_b: Tensor, tensor_c: Tensor, format_mode: str | None = None, quant_mode: str | None = None
+) -> None:
+    """tensor_c [tokens, heads, n] = tensor_a [tokens, heads, m] by tensor_b [heads, m, n], head by head."""
+    if format_mode not in (None, "ND") or quant_mode is not None:
+        raise NotImplementedError("npu_emulator: batch_matmul_transpose with a format or quantisation")
+    tensor_c.copy_(torch.einsum("thm,hmn->thn", tensor_a, tensor_b))
+
+
 @operator("npu::npu_scatter_nd_update_")
 def scatter_nd_update_(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     """Rows of the first dimension; negative indices, which pad a batch, are left out."""
