@@ -33,5 +33,11 @@ def child(
         text=True,
         check=False,
         timeout=timeout_s,
-        env={**environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", **settings},
+        env={
+            **environ,
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "passive",
+            "HF_HUB_OFFLINE": "1",
+            **settings,
+        },
     )

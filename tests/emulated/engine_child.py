@@ -1,7 +1,7 @@
 """Runs one engine in the emulator's environment: python engine_child.py JOB.json OUTPUT.json
 
-JOB: {"model": folder, "hidden": [modules], "prompts": [[token ids]], "tokens": n, "options": LLM's}. OUTPUT: for each prompt the
-"token_ids" and "logprobs" of a greedy generation.
+JOB: {"model": folder, "hidden": [modules], "prompts": [[token ids]], "tokens": n, "options": LLM's}.
+OUTPUT: for each prompt the "token_ids" and "logprobs" of a greedy generation.
 """
 
 from __future__ import annotations

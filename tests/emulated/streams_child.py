@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch_npu  # noqa: F401
+import torch_npu
 
 ROUNDS, SIZE = 20, 1 << 16
 
@@ -81,18 +81,18 @@ def operators() -> list[str]:
     x = torch.randn(6, 8)
     index = torch.tensor([4, 1])
     cases: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-        "matmul": lambda a, i: a @ a.t(),
+        "matmul": lambda a, _: a @ a.t(),
         "index": lambda a, i: a[i],
         "index_put": lambda a, i: a.clone().index_put_((i,), a[0]),
-        "slice": lambda a, i: a[1:5:2, 3:].contiguous(),
-        "cat": lambda a, i: torch.cat([a, a[:, :2]], 1),
-        "in place": lambda a, i: a.clone()[2:].mul_(3).add_(1),
-        "topk": lambda a, i: a.topk(3).indices,
-        "cast": lambda a, i: a.to(torch.bfloat16) + 1,
-        "transposed": lambda a, i: a.t().contiguous().view(-1),
-        "where": lambda a, i: torch.where(a > 0, a, -a),
-        "out": lambda a, i: torch.add(a, a, out=torch.empty_like(a)),
-        "scalar": lambda a, i: a.sum() * 2,
+        "slice": lambda a, _: a[1:5:2, 3:].contiguous(),
+        "cat": lambda a, _: torch.cat([a, a[:, :2]], 1),
+        "in place": lambda a, _: a.clone()[2:].mul_(3).add_(1),
+        "topk": lambda a, _: a.topk(3).indices,
+        "cast": lambda a, _: a.to(torch.bfloat16) + 1,
+        "transposed": lambda a, _: a.t().contiguous().view(-1),
+        "where": lambda a, _: torch.where(a > 0, a, -a),
+        "out": lambda a, _: torch.add(a, a, out=torch.empty_like(a)),
+        "scalar": lambda a, _: a.sum() * 2,
     }
     return [
         name

@@ -86,9 +86,16 @@ def test_leaks_are_reported(python: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_collectives(python: Path, ranks: int, tmp_path: Path) -> None:
     """Every rank checks all of them against what they must give."""
-    command = [str(python), str(Path(__file__).parent / "collectives_child.py"), str(tmp_path / "store"), str(ranks)]
+    command = [
+        str(python),
+        str(Path(__file__).parent / "collectives_child.py"),
+        str(tmp_path / "store"),
+        str(ranks),
+    ]
     running = [
-        subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True, env={**os.environ, **DELAYS})
+        subprocess.Popen(
+            [*command, str(rank)], stderr=subprocess.PIPE, text=True, env={**os.environ, **DELAYS}
+        )
         for rank in range(ranks)
     ]
     for process in running:

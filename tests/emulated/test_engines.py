@@ -80,7 +80,7 @@ def test_qwen3_generates_what_hugging_face_does(python: Path, tmp_path: Path, ra
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_offload_changes_nothing(python: Path, tmp_path: Path, name: str) -> None:
-    """Token ids and log-probabilities, also of a prompt in several chunks of which the indexer really chooses."""
+    """Token ids and log-probabilities, also of a prompt in chunks, longer than what an indexer chooses."""
     model = build_checkpoint(tmp_path / "model", MODELS[name])
     rng = random.Random(1)
     prompts = [[11, 48, 85, 122], [rng.randrange(5, 2000) for _ in range(2300)]]

@@ -1,7 +1,7 @@
 """Builds the emulator's libraries: python build.py --target DIR, with the Python of the environment.
 
-Every symbol that torch_npu requires and no library has becomes a stand-in: a function that fails with "feature
-unsupported", except for those whose success claims nothing, and data of zeros.
+Every symbol that torch_npu requires and no library has becomes a stand-in: a function that fails with
+"feature unsupported", except for those whose success claims nothing, and data of zeros.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ CORE = ("arena", "stream", "acl", "compiler", "hccl")
 CORE_LIBRARY, STAND_INS = "libnpu_emulator.so", "libnpu_emulator_stand_ins.so"
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 UNSUPPORTED = 207000  # ACL_ERROR_RT_FEATURE_NOT_SUPPORT: torch_npu does without some, and raises for others
-HARMLESS = re.compile(r"Msprof|aclAppLog|aclFinalize|aclmdl\w*Dump|aclDestroy|aclopDestroy|rtDevBinary|rtFunction")
+HARMLESS = re.compile(
+    r"Msprof|aclAppLog|aclFinalize|aclmdl\w*Dump|aclDestroy|aclopDestroy|rtDevBinary|rtFunction"
+)
 DATA = re.compile(r"_ZT[VIST]")  # C++ type information and vtables; nothing looks at their size
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
@@ -94,12 +96,20 @@ def build_cann(torch: Path, torch_npu: Path, target: Path) -> int:
     providers = [*shipped.values(), *(system[n] for n in wanted if n in system), target / CORE_LIBRARY]
     defined = set().union(*(symbols(path, "defined") for path in providers))
     undefined = {n for path in wanting for n, letter in symbols(path, "undefined").items() if letter == "U"}
-    absent = sorted(n for n in undefined - defined if not n.startswith(("Py", "_Py")) and IDENTIFIER.fullmatch(n))
+    absent = sorted(
+        n for n in undefined - defined if not n.startswith(("Py", "_Py")) and IDENTIFIER.fullmatch(n)
+    )
     (target / "stand_ins.cpp").write_text(stand_ins(absent))
     compile_library(target / STAND_INS, [target / "stand_ins.cpp"], f"-I{SOURCES}", "-fno-builtin")
     # The loader and dlsym look into what a library depends on: CANN's names need nothing of their own.
     (target / "empty.cpp").write_text("extern const int npu_emulator_empty = 0;\n")
-    both = ("-Wl,--no-as-needed", f"-L{target}", f"-l:{CORE_LIBRARY}", f"-l:{STAND_INS}", "-Wl,-rpath,$ORIGIN")
+    both = (
+        "-Wl,--no-as-needed",
+        f"-L{target}",
+        f"-l:{CORE_LIBRARY}",
+        f"-l:{STAND_INS}",
+        "-Wl,-rpath,$ORIGIN",
+    )
     for name in missing:
         compile_library(target / name, [target / "empty.cpp"], *both)
     return len(absent)

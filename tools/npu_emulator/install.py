@@ -1,7 +1,7 @@
 """Makes a virtual environment in which vLLM and vllm-ascend run on a machine without an NPU.
 
-    python tools/npu_emulator/install.py --venv DIR                 complete, with a CPU build of torch
-    python tools/npu_emulator/install.py --venv DIR --base PYTHON   torch and the rest from that Python's environment
+    python tools/npu_emulator/install.py --venv DIR                 with a CPU build of torch
+    python tools/npu_emulator/install.py --venv DIR --base PYTHON   torch and the rest from PYTHON's
 
 The released torch_npu, vLLM and vllm-ascend are installed unmodified; CANN's libraries are replaced by this
 tool's. Needs a C++17 compiler, nm and readelf (binutils). Running it again rebuilds the emulator only.
@@ -155,9 +155,10 @@ def complete(site: Path) -> None:
 
 
 def install_emulator(python: Path, site: Path) -> None:
-    """Links the emulator's package into the environment, starts it with every process, builds its libraries."""
+    """Builds the emulator's libraries, and has every process of the environment start it."""
     (site / "zz_npu_emulator.pth").write_text(
-        f"import sys; sys.path.append({str(HERE)!r})\nimport npu_emulator.hooks; npu_emulator.hooks.install()\n"
+        f"import sys; sys.path.append({str(HERE)!r})\n"
+        "import npu_emulator.hooks; npu_emulator.hooks.install()\n"
     )
     run(python, HERE / "build.py", "--target", python.parent.parent / "npu_emulator")
 
@@ -167,7 +168,9 @@ def verify(python: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--venv", type=Path, required=True, help="folder of the environment")
     parser.add_argument("--base", type=Path, help="a Python with torch and vLLM's dependencies")
     parser.add_argument("--cache", type=Path, help="folder for downloads (default: VENV/downloads)")

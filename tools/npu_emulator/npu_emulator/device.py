@@ -6,6 +6,7 @@ import ctypes
 import types
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,16 +14,21 @@ from npu_emulator.hooks import LIBRARIES
 
 # Memory, views and what needs the device itself stay torch_npu's own: names with or without an overload.
 KEPT = frozenset(
-    "_to_copy as_strided view resize_ resize_as_ _local_scalar_dense _pin_memory is_pinned record_stream "
-    "_reshape_alias unfold detach alias lift lift_fresh new_empty new_empty_strided narrow select.int "
-    "slice.Tensor expand permute transpose t squeeze unsqueeze diagonal split unbind chunk view_as_real "
-    "view_as_complex view.dtype split_with_sizes copy_".split()
+    [
+        *("_to_copy", "copy_", "resize_", "resize_as_", "record_stream", "_local_scalar_dense", "is_pinned"),
+        *("as_strided", "view", "view.dtype", "_reshape_alias", "view_as_real", "view_as_complex"),
+        *("detach", "alias", "lift", "lift_fresh", "new_empty", "new_empty_strided"),
+        *("narrow", "select.int", "slice.Tensor", "unfold", "diagonal", "split", "split_with_sizes", "chunk"),
+        *("expand", "permute", "transpose", "t", "squeeze", "unsqueeze", "unbind"),
+    ]
 )
 KEPT_PREFIXES = ("empty", "set_", "_fft", "_pin", "_resize")
 # Of torch_npu's own operators: facts about tensors and memory, which work as they are.
 KEPT_NPU = frozenset(
-    "get_npu_format empty_with_format unsafe_empty_with_format empty_with_swapped_memory copy_memory_ "
-    "get_storage_size npu_change_data_ptr _npu_storage_resize_ npu_storage_resize_ _has_compatible_shallow_copy_type".split()
+    [
+        *("get_npu_format", "get_storage_size", "empty_with_format", "unsafe_empty_with_format"),
+        *("empty_with_swapped_memory", "copy_memory_", "npu_change_data_ptr"),
+    ]
 )
 
 
@@ -33,6 +39,15 @@ def has(name: str, key: str) -> bool:
 def all_names(namespace: str) -> list[str]:
     prefix = f"{namespace}::"
     return [n for n in torch._C._dispatch_get_all_op_names() if n.startswith(prefix)]
+
+
+_kept: list[Any] = []
+
+
+def library_of(namespace: str, kind: str) -> Any:
+    """A torch.library.Library, kept for ever: its registrations end with it."""
+    _kept.append(torch.library.Library(namespace, kind))  # type: ignore[no-untyped-call]
+    return _kept[-1]
 
 
 def aten_names() -> list[str]:
@@ -57,17 +72,13 @@ def defined_by_us() -> None:
     folder = Path(next(iter(spec.submodule_search_locations or []))) if spec else None
     if folder is None or not (folder / "operator_schemas.txt").exists():
         return
-    library = torch.library.Library("_C_ascend", "FRAGMENT")
-    _kept.append(library)
+    library = library_of("_C_ascend", "FRAGMENT")
     declared: set[str] = set()
     for schema in (folder / "operator_schemas.txt").read_text().splitlines():
         name = schema.split("(")[0].strip()
         if name not in declared:
             declared.add(name)
             library.define(schema)
-
-
-_kept: list[torch.library.Library] = []
 
 
 def install(_: types.ModuleType) -> None:
@@ -85,9 +96,8 @@ def install(_: types.ModuleType) -> None:
     from npu_emulator import ops
 
     for namespace, functions in ops.implementations().items():
-        library = torch.library.Library(namespace, "IMPL")
-        _kept.append(library)
-        known = {full.removeprefix(f"{namespace}::") for full in all_names(namespace)}
+        library = library_of(namespace, "IMPL")
+            known = {full.removeprefix(f"{namespace}::") for full in all_names(namespace)}
         ours = {name: function for name, function in functions.items() if name in known}
         for name, function in ours.items():
             library.impl(name, function, "CPU")

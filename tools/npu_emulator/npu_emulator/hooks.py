@@ -41,7 +41,7 @@ def start_device(module: types.ModuleType) -> None:
 
 def pretend_torchvision(_: types.ModuleType) -> None:
     """Text models import it in passing, and its wheels don't fit a CPU build of torch."""
-    from transformers.utils import is_torchvision_available
+    from transformers.utils.import_utils import is_torchvision_available
 
     if is_torchvision_available() or "torchvision" in sys.modules:
         return

@@ -50,9 +50,11 @@ def fused_infer_attention(
     scale: float = 1.0, input_layout: str = "BSH", num_key_value_heads: int = 0, sparse_mode: int = 0,
     block_size: int = 0, **others: Any,
 ) -> Tensor:  # fmt: skip
-    """Queries of requests one behind the other (TND); lengths of queries are cumulative, those of a cache aren't."""
+    """Queries of requests one behind the other (TND), with cumulative lengths; those of a cache aren't."""
     if input_layout != "TND" or sparse_mode not in (0, 3):
-        raise NotImplementedError(f"npu_emulator: attention of layout {input_layout}, sparse mode {sparse_mode}")
+        raise NotImplementedError(
+            f"npu_emulator: attention of layout {input_layout}, sparse mode {sparse_mode}"
+        )
     for name in ("pse_shift", "query_rope", "key_rope", "antiquant_scale", "key_antiquant_scale"):
         if others.get(name) is not None:
             raise NotImplementedError(f"npu_emulator: npu_fused_infer_attention_score with {name}")
@@ -76,13 +78,21 @@ def fused_infer_attention(
 
 
 @operator("npu::npu_fused_infer_attention_score")
-def fused_infer_attention_score(query: Tensor, key: Tensor, value: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
+def fused_infer_attention_score(
+    query: Tensor, key: Tensor, value: Tensor, **rest: Any
+) -> tuple[Tensor, Tensor]:
     return fused_infer_attention(query, key, value, **rest), torch.empty(0)
 
 
 @operator("npu::npu_fused_infer_attention_score.out")
 def fused_infer_attention_score_out(
-    query: Tensor, key: Tensor, value: Tensor, *, out: list[Tensor], workspace: Tensor | None = None, **rest: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    out: list[Tensor],
+    workspace: Tensor | None = None,
+    **rest: Any,
 ) -> tuple[Tensor, Tensor]:
     out[0].copy_(fused_infer_attention(query, key, value, **rest))
     return out[0], out[1]

@@ -22,7 +22,9 @@ def rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor
 
 
 @operator("npu::npu_add_rms_norm")
-def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+def add_rms_norm(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
     x = x1 + x2
     y, factor = rms_norm(x, gamma, epsilon)
     return y, factor, x
@@ -52,7 +54,7 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def neighbours_as_halves(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
 
 
 @operator("npu::npu_rotary_mul")
@@ -78,7 +80,12 @@ def interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @operator("atb::_npu_rotary_embedding")
 def rotary_embedding(
-    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox_style: bool = True,
 ) -> None:
     """In place, on the first dimensions of every head; cos_sin_cache: [positions, rotated size]."""
     cos, sin = cos_sin_cache[positions.flatten().long()].unsqueeze(1).chunk(2, -1)
@@ -97,7 +104,7 @@ def rotary_embedding(
 
 @operator("atb::_npu_matmul_add_fp32")
 def matmul_add_fp32(x: Tensor, weight: Tensor, c: Tensor) -> None:
-    """c += xᵀ · weight in float. vllm-ascend warms up with shapes that don't fit, which a device only notes."""
+    """c += xᵀ · weight in float; shapes that don't fit, as in vllm-ascend's warm-up, do nothing."""
     if c.shape == (x.shape[1], weight.shape[1]):
         c.add_(x.float().t() @ weight.float())
 
@@ -117,7 +124,11 @@ def transpose_batchmatmul(
 
 @operator("_C_ascend::batch_matmul_transpose")
 def batch_matmul_transpose(
-    tensor_a: Tensor, tensor_b: Tensor, tensor_c: Tensor, format_mode: str | None = None, quant_mode: str | None = None
+    tensor_a: Tensor,
+    tensor_b: Tensor,
+    tensor_c: Tensor,
+    format_mode: str | None = None,
+    quant_mode: str | None = None,
 ) -> None:
     """tensor_c [tokens, heads, n] = tensor_a [tokens, heads, m] by tensor_b [heads, m, n], head by head."""
     if format_mode not in (None, "ND") or quant_mode is not None:

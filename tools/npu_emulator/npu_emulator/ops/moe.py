@@ -27,7 +27,7 @@ def moe_gating_top_k(
     x: Tensor, k: int, k_group: int, group_count: int, group_select_mode: int, renorm: int, norm_type: int,
     out_flag: bool, routed_scaling_factor: float, eps: float, bias_opt: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(weights [tokens, k], experts int32, normalised scores if out_flag). norm_type 0: softmax, 1: sigmoid."""
+    """(weights [tokens, k], experts int32, scores if out_flag). norm_type 0: softmax, 1: sigmoid."""
     if norm_type not in (0, 1):
         raise NotImplementedError(f"npu_emulator: moe_gating_top_k with norm type {norm_type}")
     scores = x.float().softmax(-1) if norm_type == 0 else x.float().sigmoid()
@@ -43,9 +43,9 @@ def moe_gating_top_k(
 
 @operator("npu::npu_moe_gating_top_k")
 def npu_moe_gating_top_k(
-    x: Tensor, k: int, *, bias: Tensor | None = None, input_ids: Tensor | None = None, tid2eid: Tensor | None = None,
-    k_group: int = 1, group_count: int = 1, group_select_mode: int = 0, renorm: int = 0, norm_type: int = 0,
-    out_flag: bool = False, routed_scaling_factor: float = 1.0, eps: float = 1e-20,
+    x: Tensor, k: int, *, bias: Tensor | None = None, input_ids: Tensor | None = None,
+    tid2eid: Tensor | None = None, k_group: int = 1, group_count: int = 1, group_select_mode: int = 0,
+    renorm: int = 0, norm_type: int = 0, out_flag: bool = False, routed_scaling_factor: float = 1.0, eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if input_ids is not None or tid2eid is not None:
         raise NotImplementedError("npu_emulator: npu_moe_gating_top_k with a table of experts")
@@ -71,11 +71,18 @@ def moe_init_routing(
     expert_tokens_num_type: int = 0, expert_tokens_num_flag: bool = False, quant_mode: int = -1,
     active_expert_range: Sequence[int] = (), row_idx_type: int = 0, x_dtype: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Tokens in the order of their experts: (rows, place of each choice or -1, tokens of each expert, nothing).
+    """Tokens in the order of experts: (rows, place of each choice or -1, tokens of each expert, nothing).
 
     x: [tokens, hidden]; expert_idx: int32 [tokens, k]; experts outside the range are another rank's.
     """
-    if quant_mode != -1 or scale is not None or offset is not None or drop_pad_mode or row_idx_type or x_dtype:
+    if (
+        quant_mode != -1
+        or scale is not None
+        or offset is not None
+        or drop_pad_mode
+        or row_idx_type
+        or x_dtype
+    ):
         raise NotImplementedError("npu_emulator: routing with quantisation, dropped tokens or scattered rows")
     if expert_idx.dtype != torch.int32:
         raise TypeError("npu_emulator: ids of experts are int32")
@@ -128,8 +135,10 @@ def moe_token_unpermute(
 
 
 def grouped_product(x: Tensor, weight: Tensor, group_list: Tensor, list_type: int) -> Tensor:
-    """x: [rows, in] in groups one behind the other; weight: [groups, in, out]. Rows behind the groups are 0."""
-    counts = group_list.tolist() if list_type == 1 else group_list.diff(prepend=group_list.new_zeros(1)).tolist()
+    """x: [rows, in], group after group; weight: [groups, in, out]. Rows behind the groups give 0."""
+    counts = (
+        group_list.tolist() if list_type == 1 else group_list.diff(prepend=group_list.new_zeros(1)).tolist()
+    )
     out = torch.zeros((len(x), weight.shape[2]), dtype=x.dtype)
     start = 0
     for group, count in enumerate(counts):
@@ -143,11 +152,11 @@ def grouped_product(x: Tensor, weight: Tensor, group_list: Tensor, list_type: in
 
 @operator("npu::npu_grouped_matmul")
 def grouped_matmul(
-    x: list[Tensor], weight: list[Tensor], *, bias: list[Tensor] | None = None, group_list: Tensor | None = None,
-    split_item: int | None = 0, group_type: int | None = None, group_list_type: int | None = 0,
-    output_dtype: torch.dtype | None = None, **others: object,
+    x: list[Tensor], weight: list[Tensor], *, bias: list[Tensor] | None = None,
+    group_list: Tensor | None = None, split_item: int | None = 0, group_type: int | None = None,
+    group_list_type: int | None = 0, output_dtype: torch.dtype | None = None, **others: object,
 ) -> list[Tensor]:  # fmt: skip
-    """One tensor of rows in groups, one weight of three dimensions: how vllm-ascend calls it without quantisation."""
+    """One tensor of rows in groups and one weight of three dimensions, without quantisation."""
     given = [name for name, value in others.items() if value]
     if given or bias or group_list is None or (len(x), len(weight), group_type) != (1, 1, 0):
         raise NotImplementedError(f"npu_emulator: npu_grouped_matmul of this form ({', '.join(given)})")

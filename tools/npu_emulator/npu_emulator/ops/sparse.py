@@ -43,8 +43,11 @@ def rows_of(cache: Tensor, table: Tensor, length: int) -> Tensor:
 
 
 def choose(query: Tensor, weights: Tensor, keys: Tensor, count: int) -> Tensor:
-    """int32 [queries, count]: the best positions in descending order of score, then -1. Causal: the last query
-    sees all keys. query: [queries, heads, width], weights: [queries, heads], keys: [tokens, width]."""
+    """int32 [queries, count]: the best positions in descending order of score, then -1. Causal: the
+    last query sees all keys.
+
+    query: [queries, heads, width]; weights: [queries, heads]; keys: [tokens, width].
+    """
     scores = torch.einsum("qhd,kd->qhk", query.float(), keys.float()).relu_()
     totals = torch.einsum("qhk,qh->qk", scores, weights.float())
     last = len(keys) - len(query) + torch.arange(len(query))
@@ -57,7 +60,8 @@ def choose(query: Tensor, weights: Tensor, keys: Tensor, count: int) -> Tensor:
 @operator("npu::npu_lightning_indexer", "_C_ascend::npu_lightning_indexer")
 def lightning_indexer(
     query: Tensor, key: Tensor, weights: Tensor, *, actual_seq_lengths_query: Tensor | None = None,
-    actual_seq_lengths_key: Tensor | None = None, block_table: Tensor | None = None, layout_query: str = "BSND",
+    actual_seq_lengths_key: Tensor | None = None, block_table: Tensor | None = None,
+    layout_query: str = "BSND",
     layout_key: str = "BSND", sparse_count: int = 2048, sparse_mode: int = 3, pre_tokens: int = UNBOUNDED,
     next_tokens: int = UNBOUNDED, return_value: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -68,7 +72,9 @@ def lightning_indexer(
         raise NotImplementedError("npu_emulator: npu_lightning_indexer with values")
     if sparse_count > 2048:
         raise ValueError("npu_emulator: npu_lightning_indexer chooses at most 2048 tokens")
-    assert actual_seq_lengths_query is not None and actual_seq_lengths_key is not None and block_table is not None
+    assert actual_seq_lengths_query is not None
+    assert actual_seq_lengths_key is not None
+    assert block_table is not None
     out = torch.full((len(query), 1, sparse_count), -1, dtype=torch.int32)
     for number, start, stop, length in requests(actual_seq_lengths_query, actual_seq_lengths_key):
         keys = rows_of(key, block_table[number], length)
@@ -89,7 +95,8 @@ def attend_chosen(query: Tensor, rows: Tensor, indices: Tensor, scale: float, wi
 def sparse_flash_attention(
     query: Tensor, key: Tensor, value: Tensor | None, sparse_indices: Tensor, scale_value: float, *,
     block_table: Tensor | None = None, actual_seq_lengths_query: Tensor | None = None,
-    actual_seq_lengths_kv: Tensor | None = None, query_rope: Tensor | None = None, key_rope: Tensor | None = None,
+    actual_seq_lengths_kv: Tensor | None = None, query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
     sparse_block_size: int = 1, layout_query: str = "BSND", layout_kv: str = "BSND", sparse_mode: int = 3,
     pre_tokens: int = UNBOUNDED, next_tokens: int = UNBOUNDED, attention_mode: int = 2,
     return_softmax_lse: bool = False, sinks: Tensor | None = None,
@@ -101,8 +108,11 @@ def sparse_flash_attention(
         raise NotImplementedError("npu_emulator: npu_sparse_flash_attention of another mode")
     if value is None or value.data_ptr() != key.data_ptr():
         raise ValueError("npu_emulator: MLA's values are its keys")
-    assert block_table is not None and query_rope is not None and key_rope is not None
-    assert actual_seq_lengths_query is not None and actual_seq_lengths_kv is not None
+    assert block_table is not None
+    assert query_rope is not None
+    assert key_rope is not None
+    assert actual_seq_lengths_query is not None
+    assert actual_seq_lengths_kv is not None
     for tensor in (key, key_rope, sparse_indices, block_table):
         if not tensor.is_contiguous():
             raise ValueError("npu_emulator: npu_sparse_flash_attention reads contiguous tensors")
@@ -127,9 +137,10 @@ def sparse_flash_attention(
 def kv_rmsnorm_rope_cache(
     kv: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, index: Tensor, k_cache: Tensor, ckv_cache: Tensor, *,
     k_rope_scale: Tensor | None = None, c_kv_scale: Tensor | None = None, k_rope_offset: Tensor | None = None,
-    c_kv_offset: Tensor | None = None, v: Tensor | None = None, epsilon: float = 1e-5, cache_mode: str = "Norm", is_output_kv: bool = False,
+    c_kv_offset: Tensor | None = None, v: Tensor | None = None, epsilon: float = 1e-5,
+    cache_mode: str = "Norm", is_output_kv: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Norm of the latent, rotation of the rest, and a write of both to pages. kv: [tokens, 1, 1, latent + rope]."""
+    """Norm of the latent, rotation of the rest, a write of both. kv: [tokens, 1, 1, latent + rope]."""
     if cache_mode != "PA":
         raise NotImplementedError(f"npu_emulator: npu_kv_rmsnorm_rope_cache with cache mode {cache_mode}")
     if any(x is not None for x in (k_rope_scale, c_kv_scale, k_rope_offset, c_kv_offset, v)):
