@@ -97,7 +97,7 @@ def install(_: types.ModuleType) -> None:
 
     for namespace, functions in ops.implementations().items():
         library = library_of(namespace, "IMPL")
-            known = {full.removeprefix(f"{namespace}::") for full in all_names(namespace)}
+        known = {full.removeprefix(f"{namespace}::") for full in all_names(namespace)}
         ours = {name: function for name, function in functions.items() if name in known}
         for name, function in ours.items():
             library.impl(name, function, "CPU")

@@ -45,7 +45,8 @@ def moe_gating_top_k(
 def npu_moe_gating_top_k(
     x: Tensor, k: int, *, bias: Tensor | None = None, input_ids: Tensor | None = None,
     tid2eid: Tensor | None = None, k_group: int = 1, group_count: int = 1, group_select_mode: int = 0,
-    renorm: int = 0, norm_type: int = 0, out_flag: bool = False, routed_scaling_factor: float = 1.0, eps: float = 1e-20,
+    renorm: int = 0, norm_type: int = 0, out_flag: bool = False,
+    routed_scaling_factor: float = 1.0, eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if input_ids is not None or tid2eid is not None:
         raise NotImplementedError("npu_emulator: npu_moe_gating_top_k with a table of experts")
