@@ -123,6 +123,18 @@ def graph() -> list[float]:
     return results
 
 
+def leak() -> int:
+    """Allocates 3 MiB by CANN's function and keeps them."""
+    import ctypes
+
+    from npu_emulator.hooks import LIBRARIES
+
+    torch.npu.init()
+    address = ctypes.c_void_p()
+    cann = ctypes.CDLL(str(LIBRARIES / "libnpu_emulator.so"))
+    return int(cann.aclrtMalloc(ctypes.byref(address), ctypes.c_size_t(3 << 20), 0))
+
+
 def guard() -> None:
     """Reads device memory on the host: ends the process when the guard is on."""
     import ctypes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,12 @@ def test_the_guard_finds_host_code(python: Path) -> None:
 
 
 def test_leaks_are_reported(python: Path) -> None:
-    done = child(python, "streams_child.py", "memory", NPU_EMULATOR_LEAKS="1")
+    done = child(python, "streams_child.py", "leak", NPU_EMULATOR_LEAKS="1")
     assert done.returncode == 0
-    assert "allocations of device memory are alive" not in done.stderr or "0 allocations" not in done.stderr
+    found = re.search(r"(\d+) allocations of device memory are alive at exit, (\d+) bytes", done.stderr)
+    assert found
+    assert int(found.group(2)) >= 3 << 20
+    assert "alive at exit" not in child(python, "streams_child.py", "leak").stderr
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
