@@ -126,9 +126,11 @@ def sparse_flash_attention(
         indices = indices.masked_fill(indices >= seen.unsqueeze(1), -1)
         parts = [rows_of(cache, block_table[number], length) for cache in (key, key_rope)]
         rows = torch.cat(parts, dim=-1)
-        for first in range(start, stop, 64):  # bounded scratch
-            last = min(first + 64, stop)
+        for first in range(start, stop, 16):  # bounded scratch
+            last = min(first + 16, stop)
             chosen = indices[first - start : last - start]
+            used = (chosen >= 0).any(0).nonzero().flatten()
+            chosen = chosen[:, : int(used[-1]) + 1 if len(used) else 1]
             out[first:last] = attend_chosen(queries[first:last], rows, chosen, scale_value, key.shape[-1])
     return out, torch.empty(0), torch.empty(0)
 
