@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-faults test-soak emulator lint bench clean
+.PHONY: help setup demo test test-fast test-faults test-soak emulator lint bench wheels clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -43,6 +43,9 @@ lint: setup  ## ruff's checks and formatting, and mypy --strict
 
 bench: setup  ## the benchmarks (ARGS="--help" shows what can be chosen)
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+wheels:  ## wheels for x86-64 and aarch64 in dist/wheels (needs pipx, Docker, and for the other architecture QEMU)
+	@pipx run cibuildwheel --platform linux --archs x86_64,aarch64 --output-dir dist/wheels
 
 clean:  ## remove build products and caches ($(VENV) stays: rm -rf it to start from nothing)
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo

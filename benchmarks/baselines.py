@@ -32,7 +32,7 @@ def _pointer(array: npt.NDArray[np.generic]) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-class ExactLru:
+class ExactLRU:
     """Exact LRU over each row's whole pool, as a plan without sets does it: one scan of P slots per query."""
 
     def __init__(self, rows: int, slots: int, topk: int, context: int) -> None:

@@ -1,6 +1,6 @@
 """``low_load``: few requests whose whole context fits into the hot pool, so that offload has no benefit.
 
-A decode step of the KV part of two index groups of four layers: new rows are stored, rows chosen, and
+A decode step of the KV part of two index groups of four layers: new rows are stored, rows selected, and
 attended to by the reference kernel. Baseline: the same from a paged device cache, without offload.
 
 - ``low_load/bN``: N requests.
@@ -19,7 +19,7 @@ import torch
 from benchmarks.registry import Row, lower_is_better
 from vllm_kvoffload.geometry import Component, KVGeometry
 from vllm_kvoffload.platforms.cpu.kernels import sparse_mla_attend
-from vllm_kvoffload.runtime.cpu import CpuRuntime
+from vllm_kvoffload.runtime.cpu import CPURuntime
 from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.manager import SparseKVManager
 from vllm_kvoffload.sparse.offloaded import OffloadedKV
@@ -80,7 +80,7 @@ class Offloaded:
         row = (Component("kv", WIDTH * 2),)
         geometry = KVGeometry("benchmark", kinds, "benchmark", TOPK, row, row)  # type: ignore[arg-type]
         shape = (batches.requests * batches.blocks, BLOCK_SIZE, WIDTH * 2)
-        self.runtime = CpuRuntime()
+        self.runtime = CPURuntime()
         self.manager = SparseKVManager(
             geometry,
             SparseOffloadConfig(enabled=True, topk_buffer_size=SLOTS),

@@ -1,19 +1,19 @@
-"""``plan``: cost of dsa_plan per step, K = 2048, 64 rows, one thread.
+"""``plan``: cost of dsa_plan per step, K = 2048, 64 partitions, one thread.
 
-- ``plan/pP/POLICY``: microseconds per row on scored streams; baseline: an exact LRU scanning P slots.
+- ``plan/pP/POLICY``: microseconds per partition on scored streams; baseline: an exact LRU scanning P slots.
 - ``plan/pP/default``: the same for the default policy.
 - ``plan/hits/pP/POLICY``: distinct ids hit, in per cent; baseline: the exact LRU's.
 - ``plan/compact/pP``: the default policy, for compact delivery; baseline: in place.
 - ``plan/policy_cost/POLICY`` and ``default``: at P = 8192; baseline: fifo's cost.
 - ``plan/flat_in_p/pP/rowsR``: the default policy on streams whose misses don't depend on P; baseline: P of
-  4096. 64 rows are planned from memory, 8 from a core's cache.
+  4096. 64 partitions are planned from memory, 8 from a core's cache.
 
-What still grows with P: the same ids fall in more cache lines. A row has 64 bytes of tags and 16 of ages
-per set of 16 slots; 2048 random ids touch all 20 KB of it at P = 4096 and nearly all of 80 KB at P = 16384,
-two fifths of which go back to memory changed. The lines are fetched while the row before is planned, but 80
-KB take about as long to arrive as that plan takes, so some of it shows; so do the 16 KB of needed marks,
-one byte per slot, which no longer fit a core's first cache beside the row. With more than 16 slots per id
-neither is done row by row: each id then costs lines of its own.
+The rest that grows with P: the same ids fall in more cache lines. A partition has 64 bytes of tags and 16 of
+ages per set of 16 slots; 2048 random ids touch all 20 KB of it at P = 4096 and nearly all of 80 KB at
+P = 16384, two fifths of which go back to memory changed. The lines are fetched while the partition before is
+planned, but 80 KB take about as long to arrive as that plan takes, so some of it shows; so do the 16 KB of
+needed marks, one byte per slot, which no longer fit a core's first cache beside the partition. With more than
+16 slots per id neither is done for the whole partition: each id then costs lines of its own.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.baselines import ExactLru
+from benchmarks.baselines import ExactLRU
 from benchmarks.measure import interleave
 from benchmarks.registry import Row, higher_is_better, lower_is_better
 from benchmarks.streams import scored_stream, turnover_stream
 from vllm_kvoffload import ops
 
 TOPK = 2048
-ROWS = 64
+PARTITIONS = 64
 CONTEXT = 100_000
 POOLS = (4096, 8192, 16384)
 WARM_UP = 70  # steps until the largest pool is full
 ROUNDS = 30
-STREAMS = 16  # independent streams; rows beyond share them, each with its ids shifted
+STREAMS = 16  # independent streams; further partitions share them, each with its ids shifted
 
 Ids = npt.NDArray[np.int32]
 
 
-def spread(streams: list[Ids], num_rows: int = ROWS) -> Ids:
-    """[steps, num_rows, TOPK] from fewer streams: shifted ids fall in other sets."""
+def spread(streams: list[Ids], num_partitions: int = PARTITIONS) -> Ids:
+    """[steps, num_partitions, TOPK] from fewer streams: shifted ids fall in other sets."""
     rows = []
-    for row in range(num_rows):
+    for row in range(num_partitions):
         ids = streams[row % len(streams)]
         rows.append((ids + row // len(streams) * 997) % CONTEXT if row >= len(streams) else ids)
     return np.ascontiguousarray(np.stack(rows, axis=1))
@@ -54,15 +54,15 @@ class PlanContender:
     """dsa_plan on its own residency."""
 
     def __init__(self, policy: str, slots: int, steps: Ids, *, compact: bool = False) -> None:
-        num_rows = steps.shape[1]
+        num_partitions = steps.shape[1]
         self.steps = [torch.from_numpy(step) for step in steps]
-        self.residency = ops.Residency.allocate(num_rows, slots, policy=policy)
-        self.out = ops.PlanOut(num_rows, num_rows, TOPK, 1, compact=compact)
+        self.residency = ops.Residency.allocate(num_partitions, slots, policy=policy)
+        self.out = ops.PlanOut(num_partitions, num_partitions, TOPK, 1, compact=compact)
         self.workspace = ops.Workspace()
-        self.starts = torch.arange(num_rows + 1, dtype=torch.int32)
-        self.rows = torch.arange(num_rows, dtype=torch.int32)
+        self.starts = torch.arange(num_partitions + 1, dtype=torch.int32)
+        self.rows = torch.arange(num_partitions, dtype=torch.int32)
         self.lengths = [
-            torch.full((num_rows,), CONTEXT + i + 1, dtype=torch.int32) for i in range(len(steps))
+            torch.full((num_partitions,), CONTEXT + i + 1, dtype=torch.int32) for i in range(len(steps))
         ]
 
     def __call__(self, index: int) -> None:
@@ -82,47 +82,47 @@ class PlanContender:
         return float(100 * hits / (hits + misses))
 
 
-class LruContender:
+class LRUContender:
     """The exact LRU baseline."""
 
     def __init__(self, slots: int, steps: Ids) -> None:
         self.steps = steps
-        self.lru = ExactLru(ROWS, slots, TOPK, CONTEXT + len(steps))
-        self.stable = [np.full(ROWS, CONTEXT + i, np.int32) for i in range(len(steps))]
+        self.lru = ExactLRU(PARTITIONS, slots, TOPK, CONTEXT + len(steps))
+        self.stable = [np.full(PARTITIONS, CONTEXT + i, np.int32) for i in range(len(steps))]
 
     def __call__(self, index: int) -> None:
         self.lru.plan(self.steps[index], self.stable[index])
 
     def hit_percent(self) -> float:
         """Hit percentage of the last step."""
-        return 100 - 100 * float(self.lru.miss_counts.sum()) / (ROWS * TOPK)
+        return 100 - 100 * float(self.lru.miss_counts.sum()) / (PARTITIONS * TOPK)
 
 
-def microseconds_per_row(seconds: float, num_rows: int = ROWS) -> float:
-    return seconds * 1e6 / num_rows
+def microseconds_per_partition(seconds: float, num_partitions: int = PARTITIONS) -> float:
+    return seconds * 1e6 / num_partitions
 
 
 def against_lru(slots: int, steps: Ids) -> Iterator[Row]:
     plans = {policy: PlanContender(policy, slots, steps) for policy in ops.POLICIES}
-    lru = LruContender(slots, steps)
+    lru = LRUContender(slots, steps)
     contenders: dict[str, Callable[[int], object]] = {policy: plans[policy] for policy in ops.POLICIES}
     contenders |= {"lru": lru, "compact": PlanContender(ops.DEFAULT_POLICY, slots, steps, compact=True)}
     cost = interleave(contenders, WARM_UP, ROUNDS)
-    baseline = microseconds_per_row(cost["lru"])
+    baseline = microseconds_per_partition(cost["lru"])
     for policy in ops.POLICIES:
         yield lower_is_better(
-            f"plan/p{slots}/{policy}", microseconds_per_row(cost[policy]), "us/row", baseline
+            f"plan/p{slots}/{policy}", microseconds_per_partition(cost[policy]), "us/row", baseline
         )
-    default = microseconds_per_row(cost[ops.DEFAULT_POLICY])
+    default = microseconds_per_partition(cost[ops.DEFAULT_POLICY])
     yield lower_is_better(f"plan/p{slots}/default", default, "us/row", baseline)
-    compact = microseconds_per_row(cost["compact"])
+    compact = microseconds_per_partition(cost["compact"])
     yield lower_is_better(f"plan/compact/p{slots}", compact, "us/row", default)
     for policy, plan in plans.items():
         yield higher_is_better(f"plan/hits/p{slots}/{policy}", plan.hit_percent(), "%", lru.hit_percent())
     if slots == 8192:
-        fifo = microseconds_per_row(cost["fifo"])
+        fifo = microseconds_per_partition(cost["fifo"])
         for policy in ops.POLICIES:
-            value = microseconds_per_row(cost[policy])
+            value = microseconds_per_partition(cost[policy])
             yield lower_is_better(f"plan/policy_cost/{policy}", value, "us/row", fifo)
         yield lower_is_better("plan/policy_cost/default", default, "us/row", fifo)
 
@@ -132,20 +132,20 @@ def flat_in_p(steps: Ids) -> Iterator[Row]:
         f"p{slots}": PlanContender(ops.DEFAULT_POLICY, slots, steps) for slots in POOLS
     }
     cost = interleave(contenders, WARM_UP, ROUNDS)
-    num_rows = steps.shape[1]
-    smallest = microseconds_per_row(cost[f"p{POOLS[0]}"], num_rows)
+    num_partitions = steps.shape[1]
+    smallest = microseconds_per_partition(cost[f"p{POOLS[0]}"], num_partitions)
     for slots in POOLS[1:]:
-        value = microseconds_per_row(cost[f"p{slots}"], num_rows)
-        yield lower_is_better(f"plan/flat_in_p/p{slots}/rows{num_rows}", value, "us/row", smallest)
+        value = microseconds_per_partition(cost[f"p{slots}"], num_partitions)
+        yield lower_is_better(f"plan/flat_in_p/p{slots}/rows{num_partitions}", value, "us/row", smallest)
 
 
 def run() -> Iterator[Row]:
-    """All rows; about half a minute."""
+    """All figures; about half a minute."""
     total = WARM_UP + ROUNDS
     scored = spread([scored_stream(np.random.default_rng(i), total, CONTEXT, TOPK) for i in range(STREAMS)])
     for slots in POOLS:
         yield from against_lru(slots, scored)
     rngs = [np.random.default_rng(1000 + i) for i in range(STREAMS)]
     turnover = [turnover_stream(rng, total, CONTEXT, TOPK) for rng in rngs]
-    for num_rows in (ROWS, 8):
-        yield from flat_in_p(spread(turnover, num_rows))
+    for num_partitions in (PARTITIONS, 8):
+        yield from flat_in_p(spread(turnover, num_partitions))

@@ -5,8 +5,8 @@ For each number of buffers N, and ``all`` for nothing shared (every block is sav
 - ``prefill/buffers/N``: prompt tokens per second of the process's CPU time, store cold. Neighbours on the
   machine don't change that, and copies, which overlap with computation where there is a core for them, count
   in full.
-- ``prefill/clock/N``: the same by the clock, which says how well they overlap: on a quiet machine only.
-- ``prefill/device_bytes/N``: KV memory of a token; ``/plan``: baseline: what the buffer plan says.
+- ``prefill/clock/N``: the same by the clock, which shows how well they overlap: on an idle machine only.
+- ``prefill/device_bytes/N``: KV memory of a token; ``/plan``: baseline: the buffer plan's figure.
 - ``prefill/moved/N``: bytes from and to the store for a prompt token; baseline: the least possible, that is
   new rows once, and prefixes that a layer lacks once a step.
 

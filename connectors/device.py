@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from vllm_kvoffload.runtime import CpuRuntime, Runtime
-from vllm_kvoffload.runtime.npu import NpuRuntime
+from vllm_kvoffload.runtime import CPURuntime, Runtime
+from vllm_kvoffload.runtime.npu import NPURuntime
 
 
 def current_npu() -> Any:
@@ -21,4 +21,4 @@ def current_npu() -> Any:
 def make_runtime() -> Runtime:
     """Creates side streams on this process's device, owned by the connector."""
     npu = current_npu()
-    return CpuRuntime() if npu is None else NpuRuntime(npu, npu.current_device())
+    return CPURuntime() if npu is None else NPURuntime(npu, npu.current_device())

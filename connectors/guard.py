@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from vllm_kvoffload.foreign_text import shown
-from vllm_kvoffload.log import QuietLog
+from vllm_kvoffload.log import RateLimitedLog
 
 _Result = TypeVar("_Result")
 
@@ -15,7 +15,7 @@ class RequestGuard:
     """Runs a hook's work for one request. Logs exceptions with traceback, rate-limited by kind."""
 
     def __init__(self) -> None:
-        self._log = QuietLog(__name__)
+        self._log = RateLimitedLog(__name__)
 
     def run(
         self,

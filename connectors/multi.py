@@ -63,7 +63,6 @@ class KVOffloadMultiConnector(multi_connector.MultiConnector):
         for store in self._stores if joined else ():
             (remote,) = self._remotes
             readers, worker = remote.readers, store.worker
-            assert readers is not None
             assert worker is not None
             store.use_read_guard(readers, remote.lease_s)
             if store.shares_buffers:

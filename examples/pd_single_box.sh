@@ -19,7 +19,7 @@ else
   DEFAULTS=(65536 32 4096 128 8)
 fi
 MAX_MODEL_LEN=${MAX_MODEL_LEN:-${DEFAULTS[0]}}
-MAX_NUM_SEQS=${MAX_NUM_SEQS:-${DEFAULTS[1]}}          # decode reserves hot rows for so many requests
+MAX_NUM_SEQS=${MAX_NUM_SEQS:-${DEFAULTS[1]}}          # decode has a partition of the hot pools for each
 TOPK_BUFFER_SIZE=${TOPK_BUFFER_SIZE:-${DEFAULTS[2]}}  # decode's hot rows per request and layer: at least index_topk
 DRAM_GB=${DRAM_GB:-${DEFAULTS[3]}}                    # decode's host memory for the main KV
 PREFILL_TP=${PREFILL_TP:-${DEFAULTS[4]}}              # a multiple of DECODE_TP
@@ -85,10 +85,10 @@ if [[ $STORE != none ]]; then                 # decode pulls out of layer buffer
 fi
 
 trap 'trap "" INT TERM; kill 0; wait' EXIT      # TERM for all that was started here
-export VLLM_HOST_IP=$HOST                     # what the engines tell each other
+export VLLM_HOST_IP=$HOST                     # the address that the engines give each other
 COMMON=(--host "$HOST" --max-model-len "$MAX_MODEL_LEN" --max-num-seqs "$MAX_NUM_SEQS" "${PLATFORM_OPTIONS[@]}")
 
-if [[ $STORE == memcache ]]; then             # what engines share by it must be hashed alike, hence the seed
+if [[ $STORE == memcache ]]; then             # engines that share it must hash blocks alike, hence the seed
   kvoffload conf --force --out .demo/memcache --meta-host "$HOST" --meta-port "$META_PORT" \
     --config-store-port $((META_PORT + 1000)) --services-per-node "$PREFILL_TP" \
     --protocol "$PROTOCOL" --dram-size "${STORE_GB}GB"

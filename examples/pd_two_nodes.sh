@@ -28,7 +28,7 @@ else
   DEFAULTS=(65536 32 4096 128 8)
 fi
 MAX_MODEL_LEN=${MAX_MODEL_LEN:-${DEFAULTS[0]}}
-MAX_NUM_SEQS=${MAX_NUM_SEQS:-${DEFAULTS[1]}}          # decode reserves hot rows for so many requests
+MAX_NUM_SEQS=${MAX_NUM_SEQS:-${DEFAULTS[1]}}          # decode has a partition of the hot pools for each
 TOPK_BUFFER_SIZE=${TOPK_BUFFER_SIZE:-${DEFAULTS[2]}}  # decode's hot rows per request and layer: at least index_topk
 DRAM_GB=${DRAM_GB:-${DEFAULTS[3]}}                    # host memory for the main KV of each decode engine
 PREFILL_TP=${PREFILL_TP:-${DEFAULTS[4]}}              # a multiple of DECODE_TP
@@ -99,7 +99,7 @@ if [[ $STORE != none ]]; then                 # decode pulls out of layer buffer
   }"
 fi
 
-export VLLM_HOST_IP=$NODE                     # what this node's engines tell the others
+export VLLM_HOST_IP=$NODE                     # the address that this node's engines give the others
 COMMON=(--host "$NODE" --max-model-len "$MAX_MODEL_LEN" --max-num-seqs "$MAX_NUM_SEQS" "${PLATFORM_OPTIONS[@]}")
 trap 'trap "" INT TERM; kill 0; wait' EXIT      # TERM for all that was started here
 
@@ -107,7 +107,7 @@ devices() {  # NPUs of engine $1, if each has $2: "8,9,10,11" for 2 and 4
   [[ $PLATFORM == cpu ]] || seq -s, $(($1 * $2)) $((($1 + 1) * $2 - 1))
 }
 
-start_store() {  # MemCache's service; what engines share by it must be hashed alike, hence the seed
+start_store() {  # MemCache's service; engines that share it must hash blocks alike, hence the seed
   kvoffload conf --force --out .demo/memcache --meta-host "$NODE" --meta-port "$META_PORT" \
     --config-store-port $((META_PORT + 1000)) --services-per-node $((${#PREFILL_PORTS[@]} * PREFILL_TP)) \
     --protocol "$PROTOCOL" --dram-size "${STORE_GB}GB"

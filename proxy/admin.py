@@ -11,7 +11,7 @@ import msgspec
 from vllm_kvoffload.proxy.asgi import Receive, Scope, Send, header, read_body, respond_json
 from vllm_kvoffload.proxy.balance import Instance, Pool
 from vllm_kvoffload.proxy.core import Core, logger
-from vllm_kvoffload.proxy.errors import HttpFailure, Refused
+from vllm_kvoffload.proxy.errors import HttpFailure, RequestRefused
 from vllm_kvoffload.proxy.jsontext import decode_json
 from vllm_kvoffload.proxy.settings import Address, SettingsError, check_host, check_port, is_wildcard
 
@@ -63,17 +63,17 @@ class Admin:
                 raise SettingsError(f"host: {named.host!r} can't be called")
             address = Address(check_host(named.host, "host"), check_port(named.port, "port"))
         except KeyError as error:
-            raise Refused(f"role must be prefill or decode, not {error}", "role") from error
+            raise RequestRefused(f"role must be prefill or decode, not {error}", "role") from error
         except (msgspec.DecodeError, SettingsError) as error:
-            raise Refused(str(error)) from error
+            raise RequestRefused(str(error)) from error
         if address == self._core.settings.advertise:
-            raise Refused(f"{address} is the proxy's own address", "host")
+            raise RequestRefused(f"{address} is the proxy's own address", "host")
         return pool, address
 
     def _add(self, pool: Pool, address: Address) -> None:
         other = next(p for p in self._core.pools if p is not pool)
         if address in other.instances:
-            raise Refused(f"{address} is a {other.role} engine already", "role")
+            raise RequestRefused(f"{address} is a {other.role} engine already", "role")
         pool.add(address)
 
     def _drain(self, pool: Pool, address: Address) -> None:

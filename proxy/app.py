@@ -220,7 +220,7 @@ class ProxyApp:
     async def _rendezvous(self, message: object, send: Send) -> None:
         """Answers when the prefill has ended: 200 on success, 502 if it failed or was cancelled."""
         try:
-            result, outcome = self.core.meetings.post(message)
+            result, outcome = self.core.rendezvous.post(message)
         except HttpFailure:
             self.core.metrics.posts["refused"].inc()
             raise
@@ -233,7 +233,7 @@ class ProxyApp:
 
     async def _failed(self, message: object, send: Send) -> None:
         """Handles decode's notice of a request whose KV it did not receive."""
-        if self.core.meetings.failed(message) is None:
+        if self.core.rendezvous.failed(message) is None:
             raise HttpFailure.of(404, "no request of that id is under way", kind="NotFoundError")
         await respond_json(send, 200, {"status": "ok"})
 
@@ -263,7 +263,7 @@ class ProxyApp:
         deadlines = self.settings.deadlines
         kind = KINDS[scope["path"]]
         call = await self._read_call(kind, scope, receive)
-        trace.children = len(call.children)
+        trace.sub_requests = len(call.sub_requests)
         route = Route(self.core, kind, scope["path"], call.stream, _passed_on(scope), trace)
         async with Guard(receive, send, deadlines.client_stall) as guard:
             answer = Answer(send, trace, guard)
@@ -287,7 +287,7 @@ class ProxyApp:
             if self.core.draining:
                 raise HttpFailure.of(503, "the proxy is shutting down", kind="ServiceUnavailable")
             hold.need(json_bytes(raw))
-            return parse_call(kind, raw, self.settings.max_children, self.settings.max_request_bytes)
+            return parse_call(kind, raw, self.settings.max_sub_requests, self.settings.max_request_bytes)
         finally:
             hold.release()
 
@@ -305,16 +305,18 @@ class ProxyApp:
             hold.release()
 
     async def _answered(self, call: Call, route: Route, answer: Answer) -> None:
-        route.children = len(call.children)
-        if route.children > 1:
-            children = [(child, Generation(route, child)) for child in call.children]
+        route.sub_requests = len(call.sub_requests)
+        if route.sub_requests > 1:
+            sub_requests = [
+                (sub_request, Generation(route, sub_request)) for sub_request in call.sub_requests
+            ]
             if call.stream:
-                await fanout.stream(children, answer.write)
+                await fanout.stream(sub_requests, answer.write)
                 await answer.finish()
             else:
-                await answer.whole(await fanout.whole(children, self.settings.max_answer_bytes))
+                await answer.whole(await fanout.whole(sub_requests, self.settings.max_answer_bytes))
             return
-        generation = Generation(route, call.children[0])
+        generation = Generation(route, call.sub_requests[0])
         try:
             await generation.start()
             if not call.stream:

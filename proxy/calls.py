@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from vllm_kvoffload.proxy.balance import Demand
-from vllm_kvoffload.proxy.errors import HttpFailure, Refused
+from vllm_kvoffload.proxy.errors import HttpFailure, RequestRefused
 from vllm_kvoffload.proxy.jsontext import decode_json, json_bytes
 from vllm_kvoffload.proxy.rendezvous import Kind
 
@@ -30,7 +30,7 @@ Body = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Child:
+class SubRequest:
     """A sub-request: one prompt and one choice, as sent to a decode engine without ``kv_transfer_params``."""
 
     index: int  # index of its choice in the answer
@@ -47,7 +47,7 @@ class Call:
 
     kind: Kind
     stream: bool
-    children: tuple[Child, ...]
+    sub_requests: tuple[SubRequest, ...]
     held: int  # upper estimate of its bytes in memory and, with several sub-requests, sent
 
 
@@ -56,30 +56,36 @@ def _whole(body: Mapping[str, Any], key: str, default: int) -> int:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int):
-        raise Refused(f"{key} must be an integer", key)
+        raise RequestRefused(f"{key} must be an integer", key)
     return value
 
 
 def _refuse_unservable(body: Mapping[str, Any]) -> None:
-    """Raises ``Refused`` for options that cannot work when prefill and decode are separate engines."""
+    """Raises ``RequestRefused`` for options that cannot work when prefill and decode are separate engines."""
     if body.get("kv_transfer_params") is not None:
-        raise Refused("kv_transfer_params are the proxy's own; leave them out", "kv_transfer_params")
+        raise RequestRefused("kv_transfer_params are the proxy's own; leave them out", "kv_transfer_params")
     if body.get("use_beam_search"):
-        raise Refused("beam search doesn't work with prefill and decode on two engines", "use_beam_search")
+        raise RequestRefused(
+            "beam search doesn't work with prefill and decode on two engines", "use_beam_search"
+        )
     if body.get("prompt_embeds") is not None:
-        raise Refused("prompt_embeds don't work with prefill and decode on two engines", "prompt_embeds")
+        raise RequestRefused(
+            "prompt_embeds don't work with prefill and decode on two engines", "prompt_embeds"
+        )
     if body.get("prompt_logprobs") is not None:
-        raise Refused("prompt_logprobs are not available: decode doesn't see the prompt", "prompt_logprobs")
+        raise RequestRefused(
+            "prompt_logprobs are not available: decode doesn't see the prompt", "prompt_logprobs"
+        )
     if body.get("echo") and body.get("logprobs") is not None:
-        raise Refused("echo with logprobs is not available: decode doesn't see the prompt", "echo")
+        raise RequestRefused("echo with logprobs is not available: decode doesn't see the prompt", "echo")
     if body.get("best_of") not in (None, 1, body.get("n")):
-        raise Refused("best_of is not available", "best_of")
+        raise RequestRefused("best_of is not available", "best_of")
     truncate = body.get("truncate_prompt_tokens")
     if isinstance(truncate, int) and truncate < 0:
         # vLLM subtracts max_tokens here, which differs between the two engines.
-        raise Refused("give truncate_prompt_tokens as a number of tokens", "truncate_prompt_tokens")
+        raise RequestRefused("give truncate_prompt_tokens as a number of tokens", "truncate_prompt_tokens")
     if not isinstance(body.get("stream"), (bool, type(None))):
-        raise Refused("stream must be true or false", "stream")
+        raise RequestRefused("stream must be true or false", "stream")
 
 
 def prefix_hashes(text: bytes, size: int = PREFIX_BYTES) -> tuple[int, ...]:
@@ -142,7 +148,7 @@ def output_limit(kind: Kind, body: Mapping[str, Any]) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
-def child_of(
+def sub_request_of(
     kind: Kind,
     body: Body,
     index: int = 0,
@@ -150,13 +156,13 @@ def child_of(
     *,
     counts_prompt: bool = True,
     size: int = 0,
-) -> Child:
+) -> SubRequest:
     """Builds a sub-request with its weights. ``demand``: of its prompt, if already known."""
     demand = demand or _demand(kind, body)
     limit = output_limit(kind, body)
     output = EXPECTED_OUTPUT if limit is None else max(0, min(limit, OUTPUT_LIMIT))
     decode = Demand(demand.tokens + output, demand.prefixes, demand.tokens_per_prefix)
-    return Child(index, body, demand, decode, counts_prompt, size)
+    return SubRequest(index, body, demand, decode, counts_prompt, size)
 
 
 def _prompts(kind: Kind, body: Mapping[str, Any]) -> list[Any] | None:
@@ -167,12 +173,12 @@ def _prompts(kind: Kind, body: Mapping[str, Any]) -> list[Any] | None:
     if all(isinstance(entry, int) for entry in prompt):
         return None
     if not all(isinstance(entry, (str, list)) for entry in prompt):
-        raise Refused("prompt must be a string, token ids, or a list of those", "prompt")
+        raise RequestRefused("prompt must be a string, token ids, or a list of those", "prompt")
     return prompt
 
 
-def parse_call(kind: Kind, raw: bytes, max_children: int = 1024, max_bytes: int = 256 << 20) -> Call:
-    """Parses a request. Raises ``Refused`` if it is not a JSON object or cannot be served.
+def parse_call(kind: Kind, raw: bytes, max_sub_requests: int = 1024, max_bytes: int = 256 << 20) -> Call:
+    """Parses a request. Raises ``RequestRefused`` if it is not a JSON object or cannot be served.
 
     ``max_bytes``: limit for the body's values and for the sub-requests' bodies; more is 413.
     """
@@ -182,17 +188,17 @@ def parse_call(kind: Kind, raw: bytes, max_children: int = 1024, max_bytes: int 
     try:
         body = decode_json(raw)
     except msgspec.DecodeError as error:
-        raise Refused(f"the body is no JSON: {error}") from error
+        raise RequestRefused(f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
-        raise Refused("the body must be a JSON object")
+        raise RequestRefused("the body must be a JSON object")
     _refuse_unservable(body)
     n = _whole(body, "n", 1)
     if n < 1:
-        raise Refused("n must be at least 1", "n")
+        raise RequestRefused("n must be at least 1", "n")
     prompts = _prompts(kind, body)
     count = n * (len(prompts) if prompts is not None else 1)
-    if count > max_children:
-        raise Refused(f"{count} choices in one request; at most {max_children} are served", "n")
+    if count > max_sub_requests:
+        raise RequestRefused(f"{count} choices in one request; at most {max_sub_requests} are served", "n")
     common_size, sizes = _sizes(prompts, len(raw))
     total = n * (len(sizes) * common_size + sum(sizes))
     if total > max_bytes and count > 1:
@@ -202,7 +208,7 @@ def parse_call(kind: Kind, raw: bytes, max_children: int = 1024, max_bytes: int 
     if count > 1:
         held += total
     sizes = [common_size + size for size in sizes]
-    return Call(kind, bool(body.get("stream")), _children(kind, body, prompts, n, sizes), held)
+    return Call(kind, bool(body.get("stream")), _sub_requests(kind, body, prompts, n, sizes), held)
 
 
 def _sizes(prompts: list[Any] | None, raw_size: int) -> tuple[int, list[int]]:
@@ -215,14 +221,14 @@ def _sizes(prompts: list[Any] | None, raw_size: int) -> tuple[int, list[int]]:
     return max(0, raw_size - sum(own)), own
 
 
-def _children(
+def _sub_requests(
     kind: Kind, body: Body, prompts: list[Any] | None, n: int, sizes: list[int]
-) -> tuple[Child, ...]:
+) -> tuple[SubRequest, ...]:
     common = {key: value for key, value in body.items() if key not in ("n", "best_of", "request_id")}
     if prompts is None and n == 1:
-        return (child_of(kind, common, size=sizes[0]),)
+        return (sub_request_of(kind, common, size=sizes[0]),)
     seed = body.get("seed")
-    made: list[Child] = []
+    made: list[SubRequest] = []
     for prompt, size in zip([None] if prompts is None else prompts, sizes, strict=True):
         one = dict(common) if prompts is None else {**common, "prompt": prompt}
         demand = _demand(kind, one)
@@ -230,5 +236,5 @@ def _children(
             # vLLM gives choice i of a seeded request the seed plus i.
             seeded = {**one, "seed": seed + choice} if isinstance(seed, int) and choice else one
             counts = choice == 0
-            made.append(child_of(kind, seeded, len(made), demand, counts_prompt=counts, size=size))
+            made.append(sub_request_of(kind, seeded, len(made), demand, counts_prompt=counts, size=size))
     return tuple(made)

@@ -13,9 +13,9 @@ from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.proxy.balance import Pool
 from vllm_kvoffload.proxy.budget import ByteBudget
 from vllm_kvoffload.proxy.errors import UpstreamError
-from vllm_kvoffload.proxy.http_client import Client, Connection
+from vllm_kvoffload.proxy.http_client import Client, EngineConnection
 from vllm_kvoffload.proxy.metrics import Metrics
-from vllm_kvoffload.proxy.rendezvous import Meetings
+from vllm_kvoffload.proxy.rendezvous import PendingRendezvous
 from vllm_kvoffload.proxy.settings import Address, ProxySettings
 
 logger = get_logger(__name__)
@@ -33,7 +33,7 @@ class Trace:
     began: float = field(default_factory=time.monotonic)
     first_output: float | None = None
     status: int = 0
-    children: int = 1
+    sub_requests: int = 1
     sent_bytes: int = 0
     retries: int = 0
     recomputes: int = 0
@@ -47,7 +47,7 @@ class Trace:
         total = 1e3 * (time.monotonic() - self.began)
         return (
             f"{self.request_id} {self.client} {self.method} {self.path} {self.status} {self.end}"
-            f" first_ms={first} total_ms={total:.1f} bytes={self.sent_bytes} children={self.children}"
+            f" first_ms={first} total_ms={total:.1f} bytes={self.sent_bytes} sub_requests={self.sub_requests}"
             f" prefill={self.prefill} decode={self.decode} retries={self.retries}"
             f" recomputes={self.recomputes}"
         )
@@ -60,7 +60,7 @@ class Core:
         self.settings = settings
         self.prefillers = Pool("prefill", settings.prefillers)
         self.decoders = Pool("decode", settings.decoders)
-        self.meetings = Meetings()
+        self.rendezvous = PendingRendezvous()
         self.posts_to = settings.metaserver, settings.failures  # built once: every request contains them
         self.held = ByteBudget(settings.max_held_bytes)
         shortest = min(vars(settings.deadlines).values())
@@ -103,7 +103,7 @@ class Core:
         first: float,
         idle: float,
         hold: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext,
-    ) -> Connection:
+    ) -> EngineConnection:
         """Sends a request and returns once its answer has started. Raises ``UpstreamError``.
 
         ``body``: bytes, or a function that builds them, so that they need not be kept; ``hold``: entered

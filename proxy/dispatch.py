@@ -14,10 +14,10 @@ import msgspec
 from vllm_kvoffload.foreign_text import printable
 from vllm_kvoffload.proxy.balance import LAYOUT_SECONDS, Instance, Load, fits, mismatched
 from vllm_kvoffload.proxy.budget import Window
-from vllm_kvoffload.proxy.calls import Child
+from vllm_kvoffload.proxy.calls import SubRequest
 from vllm_kvoffload.proxy.core import Core, Trace, logger
 from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, ReceiveError, UpstreamError, is_error
-from vllm_kvoffload.proxy.http_client import Connection
+from vllm_kvoffload.proxy.http_client import EngineConnection
 from vllm_kvoffload.proxy.jsontext import decode_json
 from vllm_kvoffload.proxy.rendezvous import (
     REASON_LIMIT,
@@ -56,11 +56,11 @@ class Route:
     trace: Trace
     avoid: set[Address] = field(default_factory=set)
     window: Window | None = None
-    children: int = 1
+    sub_requests: int = 1
 
     def hold(self, size: int) -> contextlib.AbstractAsyncContextManager[None]:
         """Entered while a sub-request's body is sent."""
-        if self.children == 1:
+        if self.sub_requests == 1:
             return AT_ONCE
         self.window = self.window or Window(WINDOW)
         return self.window.hold(size)
@@ -72,9 +72,9 @@ class Dispatch:
     ``fresh``: uses a new connection, so that its closing is always the engine's fault.
     """
 
-    def __init__(self, route: Route, child: Child, *, fresh: bool = False) -> None:
+    def __init__(self, route: Route, sub_request: SubRequest, *, fresh: bool = False) -> None:
         self.route = route
-        self.child = child
+        self.sub_request = sub_request
         self.parent = new_parent()
         self.request_id = external_id(route.kind, self.parent)
         self.cached_tokens: int | None = None
@@ -82,7 +82,7 @@ class Dispatch:
         self._fresh = fresh
         self._secrets = [route.core.settings.metaserver_token.encode()]
         self._core = route.core
-        self._connection: Connection | None = None
+        self._connection: EngineConnection | None = None
         self._load: Load | None = None
         self._prefill: asyncio.Task[None] | None = None
         self._prefiller: Instance | None = None  # the last one asked
@@ -93,7 +93,7 @@ class Dispatch:
         self._began = time.monotonic()
 
     @property
-    def connection(self) -> Connection:
+    def connection(self) -> EngineConnection:
         """Decode's answer. Valid after :meth:`open`."""
         assert self._connection is not None
         return self._connection
@@ -111,11 +111,11 @@ class Dispatch:
         core, deadlines = self._core, self._core.settings.deadlines
         self._load = load = await self._decoder()
         self.route.trace.decode = str(load.instance.address)
-        body = dict(self.child.body)
+        body = dict(self.sub_request.body)
         body["kv_transfer_params"] = decode_params(*core.posts_to)
-        core.meetings.expect(self.request_id, self._on_message, self._on_notice)
+        core.rendezvous.expect(self.request_id, self._on_message, self._on_notice)
         first = deadlines.first_output if self.route.stream else deadlines.answer
-        async with self.route.hold(self.child.size):
+        async with self.route.hold(self.sub_request.size):
             connection = await core.client.request(
                 load.instance.address,
                 "POST",
@@ -127,7 +127,7 @@ class Dispatch:
                 fresh=self._fresh,
             )
         self._connection = connection
-        if self.route.children > 1:
+        if self.route.sub_requests > 1:
             connection.high_water = 0  # all sub-requests share one limit
         if self._failure is not None:
             connection.fail(self._failure)
@@ -158,7 +158,7 @@ class Dispatch:
             return any(prefill.fits_all or fits(prefill, decode, now) for prefill in prefillers)
 
         chosen = None if prefillers[0].fits_all else accept
-        return core.decoders.acquire(self.child.decode, now, self.route.avoid, chosen)
+        return core.decoders.acquire(self.sub_request.decode, now, self.route.avoid, chosen)
 
     async def _reaches(self, instance: Instance) -> bool:
         try:
@@ -225,7 +225,7 @@ class Dispatch:
 
     def close(self) -> None:
         """Releases all resources and cancels running work. Further calls have no effect."""
-        self._core.meetings.forget(self.request_id)
+        self._core.rendezvous.forget(self.request_id)
         # Another request may use the connection next: it must not be closed or failed from here.
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -304,7 +304,7 @@ class Dispatch:
 
     async def _call_prefill(self, message: Message) -> object:
         """Returns a prefill engine's answer, skipping engines that cannot be reached."""
-        made = prefill_body(self.child.body, message)
+        made = prefill_body(self.sub_request.body, message)
         budget = self._core.settings.max_retries
         while True:
             load = self._prefill_load()
@@ -325,7 +325,7 @@ class Dispatch:
         assert self._load is not None
         now, decode = time.monotonic(), self._load.instance
         load = self._core.prefillers.acquire(
-            self.child.prefill, now, self.route.avoid, lambda prefill: fits(prefill, decode, now)
+            self.sub_request.prefill, now, self.route.avoid, lambda prefill: fits(prefill, decode, now)
         )
         self._prefiller = load.instance
         return load
@@ -341,7 +341,7 @@ class Dispatch:
             headers=[*self.route.headers, ("x-request-id", self.parent)],
             first=deadlines.prefill,
             idle=deadlines.idle,
-            hold=lambda: self.route.hold(self.child.size),
+            hold=lambda: self.route.hold(self.sub_request.size),
         )
         try:
             answer = await connection.read_all(core.settings.max_answer_bytes)
@@ -359,7 +359,7 @@ class Dispatch:
             raise HttpFailure.of(502, f"prefill answered something else than JSON: {error}") from error
 
 
-def _answered_with(connection: Connection, answer: bytes) -> HttpFailure:
+def _answered_with(connection: EngineConnection, answer: bytes) -> HttpFailure:
     """Returns the client's failure for an answer other than 200: an error is passed on as the engine sent
     it."""
     if not is_error(connection.status):

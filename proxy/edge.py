@@ -18,7 +18,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from vllm_kvoffload.foreign_text import printable
-from vllm_kvoffload.log import QuietLog
+from vllm_kvoffload.log import RateLimitedLog
 from vllm_kvoffload.proxy.chunks import ChunkError, Chunks
 from vllm_kvoffload.proxy.cork import cork
 from vllm_kvoffload.proxy.errors import error_body
@@ -39,7 +39,7 @@ UPGRADE = re.compile(rb"(?<=\r\n)upgrade(?=:)", re.IGNORECASE)
 IGNORED = b"ignored"  # as long as "upgrade"
 
 
-class Phase(Enum):
+class MessagePhase(Enum):
     """State of a connection's input: the kind of data that the next byte belongs to."""
 
     HEAD = 0
@@ -48,10 +48,10 @@ class Phase(Enum):
     OVER = 3  # nothing more is read on this connection
 
 
-HEAD, LENGTH, CHUNKED, OVER = Phase  # Enum attribute access is slow
+HEAD, LENGTH, CHUNKED, OVER = MessagePhase  # Enum attribute access is slow
 
 
-class Refusal(Exception):
+class EdgeRefusal(Exception):
     """A request rejected by the front end. The connection ends with it."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -67,9 +67,9 @@ class Door:
         self.head_seconds = settings.deadlines.head
         self.stall_seconds = settings.deadlines.client_stall
         self.waiting: dict[Edge, None] = {}  # without a complete request, oldest first
-        self._log = QuietLog(__name__, period_s=LOG_PERIOD)
+        self._log = RateLimitedLog(__name__, period_s=LOG_PERIOD)
 
-    def refused(self, client: object, refusal: Refusal) -> None:
+    def refused(self, client: object, refusal: EdgeRefusal) -> None:
         """Logs a refusal."""
         text = printable(str(refusal))
         self._log.warning("refused", f"proxy: {refusal.status} to a request from {client}: {text}")
@@ -111,7 +111,7 @@ class Edge(HttpToolsProtocol):
         self._chunks: Chunks | None = None
         self._old = False  # HTTP/1.0
         self._complete = False
-        self._why: Refusal | None = None
+        self._why: EdgeRefusal | None = None
         self._reserved = False
         self._head_timed = True
         self._lingered = 0
@@ -134,7 +134,9 @@ class Edge(HttpToolsProtocol):
         elif count <= cap + RESERVE:
             self._reserved = True
         else:
-            transport.write(self._refusal_bytes(Refusal(503, "the proxy has no room for more connections")))
+            transport.write(
+                self._refusal_bytes(EdgeRefusal(503, "the proxy has no room for more connections"))
+            )
             self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -197,7 +199,7 @@ class Edge(HttpToolsProtocol):
         self._timer = None
         if self._buffer.strip(b"\r\n"):
             self._refuse(
-                Refusal(408, f"the request's head didn't come in {self.door.head_seconds:g} seconds")
+                EdgeRefusal(408, f"the request's head didn't come in {self.door.head_seconds:g} seconds")
             )
         else:
             self._close()
@@ -225,8 +227,8 @@ class Edge(HttpToolsProtocol):
         """Calls ``work``; refuses the request if it raises."""
         try:
             work(*arguments)
-        except (Refusal, ChunkError) as error:
-            self._refuse(error if isinstance(error, Refusal) else Refusal(400, str(error)))
+        except (EdgeRefusal, ChunkError) as error:
+            self._refuse(error if isinstance(error, EdgeRefusal) else EdgeRefusal(400, str(error)))
 
     def _consume(self) -> None:
         """Processes as much of the buffer as possible."""
@@ -257,7 +259,7 @@ class Edge(HttpToolsProtocol):
         self._take()
 
     def _step(self) -> bool:
-        """Returns whether anything was consumed. Raises ``Refusal`` and ``ChunkError``."""
+        """Returns whether anything was consumed. Raises ``EdgeRefusal`` and ``ChunkError``."""
         if self._phase is HEAD:
             return self._head()
         if self._phase is LENGTH:
@@ -269,7 +271,7 @@ class Edge(HttpToolsProtocol):
                 return False
             self._feed(self._cut(taken))
             if ends is not self._complete:
-                raise Refusal(400, "a chunked body ends where it can't")
+                raise EdgeRefusal(400, "a chunked body ends where it can't")
             self._body_over()
             return True
         self._buffer.clear()
@@ -308,7 +310,7 @@ class Edge(HttpToolsProtocol):
         end = buffer.find(b"\r\n\r\n", start, self.door.limits.head_bytes)
         if end < 0:
             if BROKEN.search(buffer, self._searched):
-                raise Refusal(400, "no HTTP request: a control character or a bare line end in its head")
+                raise EdgeRefusal(400, "no HTTP request: a control character or a bare line end in its head")
             self._searched = len(buffer)
             self._check_beginning()
             return False
@@ -317,30 +319,30 @@ class Edge(HttpToolsProtocol):
         return True
 
     def _check_beginning(self) -> None:
-        """Raises ``Refusal`` if an incomplete head already exceeds the limits."""
+        """Raises ``EdgeRefusal`` if an incomplete head already exceeds the limits."""
         limits = self.door.limits
         if b"\r\n" not in self._buffer[: limits.uri_bytes + 64] and len(self._buffer) > limits.uri_bytes + 64:
-            raise Refusal(414, f"the request's target has more than {limits.uri_bytes} bytes")
+            raise EdgeRefusal(414, f"the request's target has more than {limits.uri_bytes} bytes")
         if len(self._buffer) >= limits.head_bytes:
-            raise Refusal(431, f"the request's head has more than {limits.head_bytes} bytes")
+            raise EdgeRefusal(431, f"the request's head has more than {limits.head_bytes} bytes")
 
     def _request(self, head: bytes) -> None:
-        """Handles one complete head. Raises ``Refusal``."""
+        """Handles one complete head. Raises ``EdgeRefusal``."""
         limits = self.door.limits
         line = REQUEST_LINE.match(head)
         if line is None:
-            raise Refusal(400, "no HTTP request: its first line is none")
+            raise EdgeRefusal(400, "no HTTP request: its first line is none")
         method, target = line[1], line[2]
         if len(target) > limits.uri_bytes or line.end() > limits.uri_bytes + 64:
-            raise Refusal(414, f"the request's target has more than {limits.uri_bytes} bytes")
+            raise EdgeRefusal(414, f"the request's target has more than {limits.uri_bytes} bytes")
         if head.count(b"\n") - 2 > limits.head_fields:
-            raise Refusal(431, f"the request's head has more than {limits.head_fields} fields")
+            raise EdgeRefusal(431, f"the request's head has more than {limits.head_fields} fields")
         if line[3] != b"1" or line[4] not in b"01":
-            raise Refusal(505, "only HTTP/1.1 and 1.0 are spoken here")
+            raise EdgeRefusal(505, "only HTTP/1.1 and 1.0 are spoken here")
         if method == b"CONNECT":
-            raise Refusal(405, "no tunnels here")
+            raise EdgeRefusal(405, "no tunnels here")
         if self._reserved and not RESERVED.match(target):
-            raise Refusal(503, "the proxy has no room for more connections")
+            raise EdgeRefusal(503, "the proxy has no room for more connections")
         if self._timer is not None:
             self._disarm()
         self._head_timed = False
@@ -353,14 +355,14 @@ class Edge(HttpToolsProtocol):
             self._body_over()
 
     def _feed(self, data: bytes) -> None:
-        """Passes data to llhttp. Raises ``Refusal``."""
+        """Passes data to llhttp. Raises ``EdgeRefusal``."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserInvalidMethodError as error:
-            raise Refusal(501, "an unknown method; methods are in capitals") from error
+            raise EdgeRefusal(501, "an unknown method; methods are in capitals") from error
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             why, self._why = self._why, None
-            raise why or Refusal(400, f"no HTTP request: {error}") from error
+            raise why or EdgeRefusal(400, f"no HTTP request: {error}") from error
 
     # llhttp's callbacks
 
@@ -396,7 +398,7 @@ class Edge(HttpToolsProtocol):
     def _begin_chunked(self, coding: bytes) -> None:
         if self._old or coding != b"chunked":
             old, other = "HTTP/1.0 has no transfer-encoding", "no transfer-encoding is known but chunked"
-            self._why = Refusal(400, old) if self._old else Refusal(501, other)
+            self._why = EdgeRefusal(400, old) if self._old else EdgeRefusal(501, other)
             raise self._why
         self._phase, self._chunks = CHUNKED, Chunks(self.door.limits.head_bytes)
 
@@ -430,7 +432,7 @@ class Edge(HttpToolsProtocol):
         if gone is not None:
             gone()
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _refuse(self, refusal: EdgeRefusal) -> None:
         """Sends the refusal and closes; if an answer has begun, only closes."""
         self.door.refused(self.client[0] if self.client else "-", refusal)
         self._phase = OVER
@@ -465,7 +467,7 @@ class Edge(HttpToolsProtocol):
         else:
             self._arm(LINGER, self._close)
 
-    def _refusal_bytes(self, refusal: Refusal) -> bytes:
+    def _refusal_bytes(self, refusal: EdgeRefusal) -> bytes:
         body = error_body(refusal.status, printable(str(refusal)))
         fields = [*self.server_state.default_headers, (b"content-type", b"application/json")]
         fields += [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]

@@ -55,7 +55,7 @@ class HttpFailure(Exception):
         return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-class Refused(HttpFailure):
+class RequestRefused(HttpFailure):
     """The proxy cannot serve this request correctly (status 400)."""
 
     def __init__(self, message: str, param: str | None = None) -> None:

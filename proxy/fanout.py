@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from vllm_kvoffload.proxy.calls import Child
+from vllm_kvoffload.proxy.calls import SubRequest
 from vllm_kvoffload.proxy.errors import HttpFailure
 from vllm_kvoffload.proxy.generation import Generation, decoded_answer
 from vllm_kvoffload.proxy.merge import StreamMerger, merged_answer
 
-Pairs = Sequence[tuple[Child, Generation]]
+Pairs = Sequence[tuple[SubRequest, Generation]]
 BYTES_AHEAD = 1 << 20  # bytes buffered for all sub-requests when the client reads slowly
 
 
@@ -47,15 +47,15 @@ class _Answers:
         return decoded_answer(raw)
 
 
-async def whole(children: Pairs, limit: int) -> bytes:
+async def whole(sub_requests: Pairs, limit: int) -> bytes:
     """Returns the merged answer. Raises ``HttpFailure`` of the first failing sub-request, after ending the
     others."""
     answers = _Answers(limit)
     try:
-        found = await _all([answers.whole(generation) for _, generation in children])
-        return msgspec.json.encode(merged_answer([child for child, _ in children], found))
+        found = await _all([answers.whole(generation) for _, generation in sub_requests])
+        return msgspec.json.encode(merged_answer([sub_request for sub_request, _ in sub_requests], found))
     finally:
-        for _, generation in children:
+        for _, generation in sub_requests:
             generation.close()
 
 
@@ -63,7 +63,7 @@ class _Ahead:
     """Buffers sub-requests' output until the client takes it, up to ``BYTES_AHEAD``."""
 
     def __init__(self) -> None:
-        self._pieces: deque[tuple[Child, bytes]] = deque()
+        self._pieces: deque[tuple[SubRequest, bytes]] = deque()
         self._size = 0
         self._ended = False
         self._room = asyncio.Event()
@@ -77,9 +77,9 @@ class _Ahead:
             self._room.clear()
             await self._room.wait()
 
-    def put(self, child: Child, data: bytes) -> None:
+    def put(self, sub_request: SubRequest, data: bytes) -> None:
         """Adds a sub-request's events."""
-        self._pieces.append((child, data))
+        self._pieces.append((sub_request, data))
         self._size += len(data)
         self._some.set()
 
@@ -88,32 +88,32 @@ class _Ahead:
         self._ended = True
         self._some.set()
 
-    async def get(self) -> tuple[Child, bytes] | None:
+    async def get(self) -> tuple[SubRequest, bytes] | None:
         """Returns the next events; None at the end."""
         while not self._pieces:
             if self._ended:
                 return None
             self._some.clear()
             await self._some.wait()
-        child, data = self._pieces.popleft()
+        sub_request, data = self._pieces.popleft()
         self._size -= len(data)
         if self._size < BYTES_AHEAD:
             self._room.set()
-        return child, data
+        return sub_request, data
 
 
-async def stream(children: Pairs, write: Callable[[bytes], Awaitable[None]]) -> None:
+async def stream(sub_requests: Pairs, write: Callable[[bytes], Awaitable[None]]) -> None:
     """Writes the merged stream to its end. Raises ``HttpFailure`` like :func:`whole`."""
     ahead = _Ahead()
 
-    async def pump(child: Child, generation: Generation) -> None:
+    async def pump(sub_request: SubRequest, generation: Generation) -> None:
         await ahead.room()
         while data := await generation.read():
-            ahead.put(child, data)
+            ahead.put(sub_request, data)
             await ahead.room()
 
     async def pump_all() -> None:
-        await _all([pump(child, generation) for child, generation in children])
+        await _all([pump(sub_request, generation) for sub_request, generation in sub_requests])
         ahead.end()
 
     async def merge() -> None:
@@ -124,8 +124,8 @@ async def stream(children: Pairs, write: Callable[[bytes], Awaitable[None]]) -> 
         await write(merger.end())
 
     try:
-        await _all([generation.start() for _, generation in children])
+        await _all([generation.start() for _, generation in sub_requests])
         await _all([pump_all(), merge()])
     finally:
-        for _, generation in children:
+        for _, generation in sub_requests:
             generation.close()

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from vllm_kvoffload.proxy import sse
-from vllm_kvoffload.proxy.calls import Child, child_of
+from vllm_kvoffload.proxy.calls import SubRequest, sub_request_of
 from vllm_kvoffload.proxy.core import logger
 from vllm_kvoffload.proxy.dispatch import Dispatch, Route
 from vllm_kvoffload.proxy.errors import (
@@ -54,11 +54,11 @@ class Generation:
     that nothing is sent twice: a failure ends the answer.
     """
 
-    def __init__(self, route: Route, child: Child) -> None:
+    def __init__(self, route: Route, sub_request: SubRequest) -> None:
         self._route = route
         self._core = route.core
-        self._first = child  # as the client asked
-        self._child = child  # as currently dispatched
+        self._first = sub_request  # as the client asked
+        self._sub_request = sub_request  # as currently dispatched
         self._dispatch: Dispatch | None = None
         self._buffer = sse.EventBuffer()
         self._transcript = Transcript(route.kind)
@@ -67,7 +67,7 @@ class Generation:
         self._delivered = False  # the client has received output of the current dispatch
         self._opening: list[bytes] = []  # a chat's events before its output
         # If the client's own stop string equals the engine's mark, the two cannot be told apart.
-        self._own_stop = stops_at_mark(child.body)
+        self._own_stop = stops_at_mark(sub_request.body)
         self._push: Callable[[bytes], bool] | None = None
         self._made_tokens = 0  # in earlier dispatches
         self._offset = 0  # characters produced in earlier dispatches
@@ -87,7 +87,7 @@ class Generation:
         """Returns when decode has accepted the request. Raises ``HttpFailure``."""
         while True:
             self.close()
-            self._dispatch = Dispatch(self._route, self._child, fresh=self._last_error is not None)
+            self._dispatch = Dispatch(self._route, self._sub_request, fresh=self._last_error is not None)
             self._buffer = sse.EventBuffer()
             self._delivered = False
             self._opening = []
@@ -316,8 +316,8 @@ class Generation:
             continues, tokens, body = False, 0, self._first.body
         self._made_tokens = tokens
         self._offset = len(self._transcript.text)
-        self._child = replace(
-            child_of(self._route.kind, body, size=self._first.size), index=self._first.index
+        self._sub_request = replace(
+            sub_request_of(self._route.kind, body, size=self._first.size), index=self._first.index
         )
         await self.start()
         return continues

@@ -13,6 +13,7 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Any, cast
 
 import httptools
@@ -41,7 +42,20 @@ def keep_alive(sock: Any) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-class Connection(asyncio.Protocol):
+class AnswerPhase(IntEnum):
+    """How much of the answer has arrived.
+
+    WAITING: no status yet. BODY: status and headers. WHOLE: all of it; the connection takes no other
+    request. REUSABLE: all of it; the connection may take another.
+    """
+
+    WAITING = 0
+    BODY = 1
+    WHOLE = 2
+    REUSABLE = 3
+
+
+class EngineConnection(asyncio.Protocol):
     """One connection and its current exchange. Created and taken back by :class:`Client`."""
 
     def __init__(self, client: Client, address: Address, loop: asyncio.AbstractEventLoop) -> None:
@@ -61,9 +75,7 @@ class Connection(asyncio.Protocol):
         self._parser: Any = httptools.HttpResponseParser(self)
         self.status = 0
         self.headers: Headers = []
-        self._started = False
-        self._complete = False
-        self._keep = False
+        self._phase = AnswerPhase.WAITING
         self._paused = False
         self._behind = False  # reading was paused at the last tick: buffered data may be old
         self._error: Exception | None = None
@@ -83,10 +95,10 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self.resume_writing()
-        if self._complete:
+        if self._phase >= AnswerPhase.WHOLE:
             return
-        if self._started and not self._has_length():
-            self._complete = True  # such a body ends with its connection
+        if self._phase is AnswerPhase.BODY and not self._has_length():
+            self._phase = AnswerPhase.WHOLE  # such a body ends with its connection
             self._wake()
         else:
             self.fail(
@@ -103,22 +115,22 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.touched = True
-        if self._complete:
+        if self._phase >= AnswerPhase.WHOLE:
             self._abort()  # unsolicited data must not become the next request's answer
             return
         before = self._size
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            if not self._complete:
+            if self._phase < AnswerPhase.WHOLE:
                 self._end(f"{self.address} sent no HTTP: {error}")
                 return
-            self._keep = False  # the answer stands, but the connection cannot be reused
-        if self._started and self._drained is not None and not self._drained.done():
+            self._phase = AnswerPhase.WHOLE  # the answer stands, but the connection cannot be reused
+        if self._phase is not AnswerPhase.WAITING and self._drained is not None and not self._drained.done():
             self._drained.set_result(None)  # early answer: the engine may not read the rest of the request
         if self._size != before:
             self._bare = 0
-        elif not self._complete:
+        elif self._phase < AnswerPhase.WHOLE:
             # The parser buffers a field until its end; no valid answer has more non-body data.
             self._bare += len(data)
             if self._bare > HEAD_LIMIT:
@@ -147,19 +159,19 @@ class Connection(asyncio.Protocol):
                 return False
             parts.clear()
             self._size = 0
-        return not self._complete
+        return self._phase < AnswerPhase.WHOLE
 
     # httptools' parser
 
     def on_message_begin(self) -> None:
-        if self._complete:
+        if self._phase >= AnswerPhase.WHOLE:
             raise ValueError("a second answer")
 
     def on_status(self, _status: bytes) -> None:
         pass
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._started:  # trailers are ignored
+        if self._phase is AnswerPhase.WAITING:  # trailers are ignored
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -168,16 +180,15 @@ class Connection(asyncio.Protocol):
             self.headers = []
             return
         self.status = status
-        self._started = True
+        self._phase = AnswerPhase.BODY
 
     def on_body(self, body: bytes) -> None:
         self._parts.append(body)
         self._size += len(body)
 
     def on_message_complete(self) -> None:
-        if self._started:
-            self._complete = True
-            self._keep = self._parser.should_keep_alive()
+        if self._phase is AnswerPhase.BODY:
+            self._phase = AnswerPhase.REUSABLE if self._parser.should_keep_alive() else AnswerPhase.WHOLE
 
     # the exchange
 
@@ -212,7 +223,7 @@ class Connection(asyncio.Protocol):
 
     def send(self, request: bytes, *, first: float, idle: float) -> None:
         """Writes a whole request. ``first`` and ``idle``: seconds until the answer, and between its parts."""
-        if self._started:
+        if self._phase is not AnswerPhase.WAITING:
             self._reset()
         if self._transport is None:
             raise UpstreamError(f"{self.address} closed the connection", sent=False)
@@ -228,13 +239,13 @@ class Connection(asyncio.Protocol):
 
     def tick(self, now: float) -> None:
         """Called by the client's clock: extends the deadline after activity, fails the exchange past it."""
-        if self.touched and self._started:
+        if self.touched and self._phase is not AnswerPhase.WAITING:
             self._heard(now)
             self.touched = False
             self.deadline = now + self._idle_timeout
         elif self._paused:
             self.deadline = now + self._idle_timeout  # the reader is keeping the engine waiting
-        elif now > self.deadline and not self._complete:
+        elif now > self.deadline and self._phase < AnswerPhase.WHOLE:
             self.fail(UpstreamError(f"{self.address} gave no answer in time", sent=True, deadline=True))
             self._abort()
         self._behind = self._paused
@@ -242,7 +253,7 @@ class Connection(asyncio.Protocol):
     def _heard(self, now: float) -> None:
         """Counts the engine as alive if data arrived since the last tick that was not delayed by the
         reader."""
-        if self.touched and self._started and not self._behind and not self._paused:
+        if self.touched and self._phase is not AnswerPhase.WAITING and not self._behind and not self._paused:
             self._client.heard[self.address] = now
 
     def expect_output(self, seconds: float) -> None:
@@ -252,14 +263,14 @@ class Connection(asyncio.Protocol):
 
     def fail(self, error: Exception) -> None:
         """Ends the exchange: ``start`` and ``read`` raise ``error`` after delivering earlier data."""
-        if self._error is None and not self._complete:
+        if self._error is None and self._phase < AnswerPhase.WHOLE:
             self._error = error
             self._wake()
             self.resume_writing()
 
     async def start(self) -> None:
         """Waits for status and headers. Raises ``UpstreamError``."""
-        while not self._started:
+        while self._phase is AnswerPhase.WAITING:
             if self._error is not None:
                 raise self._error
             await self._wait()
@@ -270,7 +281,7 @@ class Connection(asyncio.Protocol):
         while not parts:
             if self._error is not None:
                 raise self._error
-            if self._complete:
+            if self._phase >= AnswerPhase.WHOLE:
                 return b""
             self._waiter = self._loop.create_future()  # as in _wait, inlined: this runs per token
             try:
@@ -304,7 +315,7 @@ class Connection(asyncio.Protocol):
         """Ends the exchange: an engine that is still answering sees a disconnect."""
         self.taker = None
         self._heard(self._loop.time())  # a short answer ends before any tick
-        whole = self._complete and self._keep and not self._parts and self._drained is None
+        whole = self._phase is AnswerPhase.REUSABLE and not self._parts and self._drained is None
         self._client.give_back(self, reusable=whole)
 
     def abort(self) -> None:
@@ -335,8 +346,8 @@ class Client:
         self._tls = tls
         self._connect_timeout = connect_timeout
         self._tick_seconds = tick
-        self._idle: dict[Address, deque[Connection]] = {}
-        self._busy: set[Connection] = set()
+        self._idle: dict[Address, deque[EngineConnection]] = {}
+        self._busy: set[EngineConnection] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._each_tick: list[Callable[[float], None]] = []
         self.heard: dict[Address, float] = {}  # when data of a running answer was last seen
@@ -367,7 +378,7 @@ class Client:
         first: float,
         idle: float,
         fresh: bool = False,
-    ) -> Connection:
+    ) -> EngineConnection:
         """Sends a request; read the answer from the connection, and close it in the end.
 
         ``fresh``: use a new connection. Raises ``UpstreamError``.
@@ -401,7 +412,7 @@ class Client:
             connection.idle_since = self._loop.time()
         self._idle.setdefault(address, deque()).append(connection)
 
-    def _take(self, address: Address) -> Connection | None:
+    def _take(self, address: Address) -> EngineConnection | None:
         queue = self._idle.get(address)
         oldest = self._loop.time() - KEEP_IDLE
         while queue:
@@ -412,9 +423,9 @@ class Client:
             connection.abort()
         return None
 
-    async def _connect(self, address: Address) -> Connection:
-        def make() -> Connection:
-            return Connection(self, address, self._loop)
+    async def _connect(self, address: Address) -> EngineConnection:
+        def make() -> EngineConnection:
+            return EngineConnection(self, address, self._loop)
 
         try:
             _, connection = await asyncio.wait_for(
@@ -428,7 +439,7 @@ class Client:
             raise UpstreamError(f"no connection to {address}: {error or repr(error)}", sent=False) from error
         return connection
 
-    def give_back(self, connection: Connection, *, reusable: bool) -> None:
+    def give_back(self, connection: EngineConnection, *, reusable: bool) -> None:
         """Ends an exchange; closes the connection if it cannot be reused."""
         if connection not in self._busy:
             return

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_kvoffload.proxy import sse
-from vllm_kvoffload.proxy.calls import Child
+from vllm_kvoffload.proxy.calls import SubRequest
 from vllm_kvoffload.proxy.recompute import Identity, choices_of
 from vllm_kvoffload.proxy.usage import Usage, add_usage
 
@@ -16,14 +16,14 @@ def _usage(answer: Mapping[str, Any]) -> Usage:
     return usage if isinstance(usage, dict) else {}
 
 
-def merged_answer(children: Sequence[Child], answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges unstreamed answers; ``answers`` in the order of ``children``."""
+def merged_answer(sub_requests: Sequence[SubRequest], answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merges unstreamed answers; ``answers`` in the order of ``sub_requests``."""
     made = dict(answers[0])
     choices = []
-    for child, answer in zip(children, answers, strict=True):
-        choices += [{**choice, "index": child.index} for choice in choices_of(answer)]
+    for sub_request, answer in zip(sub_requests, answers, strict=True):
+        choices += [{**choice, "index": sub_request.index} for choice in choices_of(answer)]
     made["choices"] = choices
-    parts = [(_usage(a), c.counts_prompt) for c, a in zip(children, answers, strict=True)]
+    parts = [(_usage(a), c.counts_prompt) for c, a in zip(sub_requests, answers, strict=True)]
     if any(usage for usage, _ in parts):
         made["usage"] = add_usage(parts)
     made.pop("kv_transfer_params", None)
@@ -38,8 +38,8 @@ class StreamMerger:
         self._usage: dict[int, tuple[Usage, bool]] = {}
         self._shape: dict[str, Any] = {}
 
-    def events(self, child: Child, data: bytes) -> bytes:
-        """Converts whole events of ``child`` for the client. Usage and ``[DONE]`` wait for :meth:`end`."""
+    def events(self, sub_request: SubRequest, data: bytes) -> bytes:
+        """Converts a sub-request's whole events for the client. Usage and ``[DONE]`` wait for :meth:`end`."""
         made = []
         for payload in sse.payloads(data):
             event = sse.parse(payload)
@@ -49,13 +49,13 @@ class StreamMerger:
             event.update(self.identity.fields)
             usage = event.get("usage")
             if isinstance(usage, dict):
-                self._usage[child.index] = (usage, child.counts_prompt)
+                self._usage[sub_request.index] = (usage, sub_request.counts_prompt)
                 event["usage"] = add_usage(self._usage.values())  # so far, as in continuous usage
                 if not event.get("choices"):
                     self._shape = event
                     continue
             for choice in choices_of(event):
-                choice["index"] = child.index
+                choice["index"] = sub_request.index
             made.append(sse.event(event))
         return b"".join(made)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from vllm_kvoffload.hostnames import HostError, canonical_host
-from vllm_kvoffload.proxy.errors import Refused
+from vllm_kvoffload.proxy.errors import RequestRefused
 
 Kind = Literal["completion", "chat"]
 Message = dict[str, Any]
@@ -80,12 +80,12 @@ class Notice:
 
 
 def check_notice(message: object) -> tuple[str, Notice]:
-    """Returns the request's id and the notice. Raises ``Refused``."""
+    """Returns the request's id and the notice. Raises ``RequestRefused``."""
     if not isinstance(message, dict):
-        raise Refused("a JSON object was expected")
+        raise RequestRefused("a JSON object was expected")
     for name in ("request_id", "error", "failure"):
         if not isinstance(message.get(name), str):
-            raise Refused(f"{name} must be a string", name)
+            raise RequestRefused(f"{name} must be a string", name)
     layout = digest_of(message.get("prefill_layout"))
     return message["request_id"], Notice(message["failure"], message["error"][:REASON_LIMIT], layout)
 
@@ -95,13 +95,13 @@ def _check_host(host: str) -> None:
     try:
         canonical_host(host, scope=True)
     except HostError as error:
-        raise Refused(f"remote_host: {error}", "remote_host") from error
+        raise RequestRefused(f"remote_host: {error}", "remote_host") from error
 
 
 def check_message(message: object) -> Message:
-    """Validates a post for prefill. Raises ``Refused`` for missing fields and wrong types."""
+    """Validates a post for prefill. Raises ``RequestRefused`` for missing fields and wrong types."""
     if not isinstance(message, dict):
-        raise Refused("a JSON object was expected")
+        raise RequestRefused("a JSON object was expected")
     for table, needed in ((REQUIRED, True), (OPTIONAL, False)):
         for name, types in table.items():
             value = message.get(name)
@@ -110,25 +110,25 @@ def check_message(message: object) -> Message:
             boolean = isinstance(value, bool) and bool not in types  # bool is an int in Python
             if boolean or not isinstance(value, types):
                 expected = " or ".join(t.__name__ for t in types)
-                raise Refused(f"{name} must be {expected}, found {type(value).__name__}", name)
+                raise RequestRefused(f"{name} must be {expected}, found {type(value).__name__}", name)
     _check_host(message["remote_host"])
     if not 0 < message["remote_port"] < 65536:
-        raise Refused(f"remote_port {message['remote_port']} is no port", "remote_port")
+        raise RequestRefused(f"remote_port {message['remote_port']} is no port", "remote_port")
     if message["remote_cached_tokens"] < 0:
-        raise Refused("remote_cached_tokens is negative", "remote_cached_tokens")
+        raise RequestRefused("remote_cached_tokens is negative", "remote_cached_tokens")
     if message.get("do_remote_prefill") or message.get("do_remote_decode") is False:
-        raise Refused("do_remote_prefill must be false and do_remote_decode true", "do_remote_prefill")
+        raise RequestRefused("do_remote_prefill must be false and do_remote_decode true", "do_remote_prefill")
     made = dict(message)
     made["do_remote_prefill"], made["do_remote_decode"] = False, True
     return made
 
 
-class Meetings:
+class PendingRendezvous:
     """The expected posts, by external id."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Start | Outcome] = {}
-        self._told: dict[str, Callable[[Notice], None]] = {}
+        self._notified: dict[str, Callable[[Notice], None]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -138,25 +138,25 @@ class Meetings:
         if request_id in self._waiting:
             raise ValueError(f"{request_id} is expected already")
         self._waiting[request_id] = start
-        self._told[request_id] = failed
+        self._notified[request_id] = failed
 
     def forget(self, request_id: str) -> None:
         """Unregisters ``request_id``: its posts are unknown from now on."""
         self._waiting.pop(request_id, None)
-        self._told.pop(request_id, None)
+        self._notified.pop(request_id, None)
 
     def failed(self, message: object) -> Notice | None:
-        """Handles decode's notice; returns None for an unknown id. Raises ``Refused`` for an invalid
+        """Handles decode's notice; returns None for an unknown id. Raises ``RequestRefused`` for an invalid
         message."""
         request_id, notice = check_notice(message)
-        told = self._told.get(request_id)
-        if told is None:
+        on_notice = self._notified.get(request_id)
+        if on_notice is None:
             return None
-        told(notice)
+        on_notice(notice)
         return notice
 
     def post(self, message: object) -> tuple[Literal["started", "repeated", "unknown"], Outcome | None]:
-        """Handles one post. Raises ``Refused`` for an invalid message, but only of a known request.
+        """Handles one post. Raises ``RequestRefused`` for an invalid message, but only of a known request.
 
         An engine repeats a post whose answer it did not get; a repeat starts nothing and shares the
         outcome.

@@ -107,8 +107,8 @@ class Deadlines:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits on a client's requests and connections. Raises ``SettingsError`` for invalid values."""
+class ProxyLimits:
+    """ProxyLimits on a client's requests and connections. Raises ``SettingsError`` for invalid values."""
 
     head_bytes: int = 64 << 10  # request line and header fields
     head_fields: int = 200
@@ -136,7 +136,7 @@ class ProxySettings:
     deadlines: Deadlines = Deadlines()
     max_retries: int = 3
     max_recomputes: int = 8
-    max_children: int = 1024
+    max_sub_requests: int = 1024
     max_body_bytes: int = 64 << 20
     max_request_bytes: int = 256 << 20  # memory of one request: its values, and its sub-requests' bodies
     max_held_bytes: int = 1 << 30  # memory of all requests
@@ -144,7 +144,7 @@ class ProxySettings:
     probe_interval: float = 3.0
     admin_token: str | None = None
     admin_port: int | None = None
-    limits: Limits = Limits()
+    limits: ProxyLimits = ProxyLimits()
     tls: Tls | None = None
     engine_tls: EngineTls | None = None
     api_keys: tuple[str, ...] = ()
@@ -173,11 +173,6 @@ class ProxySettings:
     def failures(self) -> str:
         """The URL for decode engines' failure notices."""
         return f"{self.metaserver}/failed"
-
-    @property
-    def detection_seconds(self) -> float:
-        """Longest time until a frozen engine counts as down."""
-        return PROBE_JITTER * self.probe_interval + 2 * self.deadlines.probe + self.probe_again
 
     @property
     def probe_again(self) -> float:
@@ -234,7 +229,7 @@ def proxy_settings(
     admin_token: str | None = None,
     admin_port: int | None = None,
     metaserver_port: int | None = None,
-    limits: Limits | None = None,
+    limits: ProxyLimits | None = None,
     tls: Tls | None = None,
     engine_tls: EngineTls | None = None,
     api_keys: tuple[str, ...] = (),
@@ -270,7 +265,7 @@ def proxy_settings(
         probe_interval=probe_interval,
         admin_token=admin_token or None,
         admin_port=admin_port,
-        limits=limits or Limits(),
+        limits=limits or ProxyLimits(),
         tls=tls,
         engine_tls=engine_tls,
         api_keys=api_keys,

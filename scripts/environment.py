@@ -90,7 +90,7 @@ class Environment:
             if not _is_whole(info):
                 shutil.rmtree(info)
                 dropped.append(info.name[: -len(".dist-info")])
-        for leftover in site_packages.glob("~*"):  # pip renames what it is about to replace
+        for leftover in site_packages.glob("~*"):  # pip renames packages that it is about to replace
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         return dropped
 

@@ -67,7 +67,7 @@ def check_machine(venv: Path, *, download: bool) -> None:
     if found:
         print(preflight.report(found), flush=True)
     if any(item.fatal for item in found):
-        raise SetupFailed("the machine lacks what is listed above")
+        raise SetupFailed("the machine lacks the items listed above")
 
 
 def check_tree() -> None:
@@ -75,7 +75,7 @@ def check_tree() -> None:
     stray = sorted((ROOT / "vllm_kvoffload").rglob("*.so"))
     if stray:
         names = ", ".join(str(path.relative_to(ROOT)) for path in stray)
-        raise SetupFailed(f"{names} would hide what is built from csrc/: remove it from the source tree")
+        raise SetupFailed(f"{names} would hide the modules built from csrc/: remove it from the source tree")
 
 
 def open_environment(environment: Environment) -> tuple[Path, bool]:

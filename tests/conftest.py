@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,18 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads starve t
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """pytest's caplog; also sees vLLM's loggers, which stop at vLLM's own handler once vLLM is imported."""
+    logger = logging.getLogger("vllm")
+    before = logger.propagate, logger.level
+    logger.propagate = True
+    logger.setLevel(logging.INFO)
+    yield caplog
+    logger.propagate = before[0]
+    logger.setLevel(before[1])
 
 
 def _share(path: Path) -> tuple[int, str]:

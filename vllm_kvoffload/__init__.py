@@ -1,7 +1,7 @@
 """KV cache offload for sparse-attention (DSA) models, as an out-of-tree plugin of vLLM and vLLM-Ascend.
 
-A request's way through the package: ``config`` and ``geometry`` say what is served, ``sparse.capacity`` how
-much of it fits, a platform's worker and runner put it together, ``layerwise`` streams prefill from the host
-pool, ``ops`` plans and fetches what decode attends to, ``sparse`` owns every pool and row, ``runtime`` every
-stream. ``plugin`` is what vLLM loads.
+``plugin`` holds the entry points that vLLM loads. ``settings`` reads the options, ``geometry`` describes the
+model's KV, and ``sparse.capacity`` computes how many blocks fit. The worker and runner of ``platforms``
+connect these to vLLM. ``sparse`` owns the host pool and the hot pools, ``ops`` plans decode and copies its
+rows, ``layerwise`` streams a prefill through shared buffers, and ``runtime`` owns the streams.
 """

@@ -218,6 +218,7 @@ def engine_facts(vllm_config: VllmConfig, *, dsa_context_parallel: bool = False)
         tensor_parallel_size=parallel.tensor_parallel_size,
         data_parallel_size=parallel.data_parallel_size,
         dsa_context_parallel=dsa_context_parallel,
+        micro_batches=uses_micro_batches(vllm_config),
         uses_v2_runner=bool(getattr(vllm_config, "use_v2_model_runner", False)),
         kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
         kv_connector=transfer.kv_connector if transfer else None,
@@ -226,6 +227,11 @@ def engine_facts(vllm_config: VllmConfig, *, dsa_context_parallel: bool = False)
         enforce_eager=bool(model.enforce_eager),
         scheduler_cls=getattr(vllm_config.scheduler_config, "scheduler_cls", None),
     )
+
+
+def uses_micro_batches(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM divides steps into micro-batches."""
+    return bool(getattr(vllm_config.parallel_config, "use_ubatching", False))
 
 
 def _geometry(vllm_config: VllmConfig, platform: Platform, additional: Mapping[str, Any]) -> KVGeometry:

@@ -202,7 +202,7 @@ class KVGeometry:
         index = self._indexer_index.get(self.main_index(layer))
         if index is None:
             raise IndexError(
-                f"layer {layer} reuses layer {self.group_of(layer).owner}'s choice: no indexer cache"
+                f"layer {layer} reuses layer {self.group_of(layer).owner}'s top-k indices: no indexer cache"
             )
         return index
 
@@ -303,7 +303,7 @@ def resolve_indexer_types(hf_config: object) -> tuple[tuple[IndexerType, ...], s
         types = tuple("full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(layers))
         source = f"index_topk_freq {freq}, index_skip_topk_offset {offset}"
     if types[0] == "shared":
-        rule = "layer 0 is shared, but there is no full layer before it whose choice it could reuse"
+        rule = "layer 0 is shared, but there is no full layer before it whose top-k indices it could reuse"
         raise GeometryError(
             source, _abbreviate(types), rule, "make the first layer full in the model's config.json"
         )

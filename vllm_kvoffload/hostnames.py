@@ -24,9 +24,9 @@ class HostError(ValueError):
 def canonical_host(text: object, *, scope: bool = False) -> str:
     """A host name in lower case without its final dot, or an address without brackets. Raises HostError.
 
-    Wildcards are refused, and so is what only the C library takes for an address ("127.1", "0x7f000001"):
-    every reader of the result must see the same host. The resolver raises UnicodeError for some of the names
-    that are refused here.
+    Wildcards are refused, and so are forms that only the C library accepts as addresses ("127.1",
+    "0x7f000001"): every reader of the result must see the same host. The resolver raises UnicodeError for
+    some of the names that are refused here.
 
     scope: accept an interface name after "%" in an IPv6 address; it means something on one machine only.
     """

@@ -15,7 +15,7 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(f"vllm.{name}")
 
 
-class QuietLog:
+class RateLimitedLog:
     """Logs each kind of message at most once a period, and says how many it left out.
 
     For lines that repeat with every request, or that a stranger can cause at any rate.

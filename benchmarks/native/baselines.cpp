@@ -1,4 +1,4 @@
-// What the ops are measured against, as a plain C library: a straightforward exact LRU, and memcpy.
+// Baselines for the ops, as a plain C library: a straightforward exact LRU, and memcpy.
 #include <cstdint>
 #include <cstring>
 #include <vector>

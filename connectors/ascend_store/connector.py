@@ -23,7 +23,7 @@ from vllm_kvoffload.connectors.device import current_npu, make_runtime
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout, layer_index
 from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.layerwise.buffer_plan import BufferPlan
-from vllm_kvoffload.layerwise.pipeline import LayerMemory, LayerPipeline, Limits, Part
+from vllm_kvoffload.layerwise.pipeline import LayerMemory, LayerPipeline, Part, PipelineLimits
 from vllm_kvoffload.layerwise.slot_gate import ReadGuard
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import STORE, StatsChannel
@@ -155,7 +155,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
             handshake(self._store, keys)
         self._runtime = make_runtime()
         options = self._options
-        limits = Limits(
+        limits = PipelineLimits(
             prefetch_layers=options.prefetch_layers,
             max_runs=options.max_transfer_blocks,
             max_bytes=options.max_transfer_bytes,

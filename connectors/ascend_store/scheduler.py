@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vllm_kvoffload.connectors.ascend_store.metadata import StoreMetadata, StoreStep
 from vllm_kvoffload.connectors.scheduled import scheduled_requests
 from vllm_kvoffload.foreign_text import shown
-from vllm_kvoffload.log import QuietLog
+from vllm_kvoffload.log import RateLimitedLog
 from vllm_kvoffload.store import KeySpace, Store
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Tracked:
+class StoredRequest:
     """A request that holds blocks. run, generation, refused: see `StoreStep`. begins: allocated since the
     last step. external: tokens to load then. stored: blocks the store had. hashes: number already sent."""
 
@@ -59,11 +59,11 @@ class StoreScheduler:
     mtp: bool
     keeps_all: bool
     stats: HitStats = field(default_factory=HitStats)
-    _tracked: dict[str, Tracked] = field(default_factory=dict)
+    _tracked: dict[str, StoredRequest] = field(default_factory=dict)
     _found: dict[str, int] = field(default_factory=dict)
     _generation: str = ""
     _runs: Iterator[str] = field(default_factory=lambda: _run_names(secrets.token_hex(8)))
-    _log: QuietLog = field(default_factory=lambda: QuietLog(__name__, subject="store"))
+    _log: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(__name__, subject="store"))
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Returns how many more tokens the store holds beyond the computed ones; leaves at least one to
@@ -85,7 +85,7 @@ class StoreScheduler:
     def allocated(self, request: Request, external: int) -> None:
         """Registers a request, new or resumed after preemption, with `external` tokens to load."""
         stored = self._found.pop(request.request_id, 0)
-        self._tracked[request.request_id] = Tracked(
+        self._tracked[request.request_id] = StoredRequest(
             request, next(self._runs), self._generation, external, stored
         )
         self.stats.queried_tokens += request.num_tokens
@@ -114,7 +114,7 @@ class StoreScheduler:
         return StoreMetadata(steps, dropped)
 
     def _guarded_step(
-        self, tracked: Tracked, req_id: str, blocks: list[int], computed: int, tokens: int, drafts: int
+        self, tracked: StoredRequest, req_id: str, blocks: list[int], computed: int, tokens: int, drafts: int
     ) -> StoreStep:
         begins, end = tracked.begins, computed + tokens
         if not tracked.refused:
@@ -139,7 +139,9 @@ class StoreScheduler:
             refused=tracked.refused,
         )
 
-    def _step(self, tracked: Tracked, blocks: list[int], computed: int, end: int, drafts: int) -> StoreStep:
+    def _step(
+        self, tracked: StoredRequest, blocks: list[int], computed: int, end: int, drafts: int
+    ) -> StoreStep:
         request, begins = tracked.request, tracked.begins
         if begins:
             tracked.hashes = 0

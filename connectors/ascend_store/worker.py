@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from vllm_kvoffload.connectors.ascend_store.metadata import StoreMetadata, StoreStep
 from vllm_kvoffload.foreign_text import shown
-from vllm_kvoffload.layerwise.pipeline import LayerPipeline, Rows, Step
-from vllm_kvoffload.log import QuietLog, get_logger
+from vllm_kvoffload.layerwise.pipeline import LayerPipeline, PipelineStep, Rows
+from vllm_kvoffload.log import RateLimitedLog, get_logger
 from vllm_kvoffload.store import KeySpace, ReadObject, Store, StoreError, WriteObject, WriteRefusal
 
 logger = get_logger(__name__)
@@ -90,7 +90,7 @@ class StoreWorker:
         self._requests: dict[str, Held] = {}
         self._step: list[Current] = []
         self._begun: set[str] = set()  # begun in this step
-        self._log = QuietLog(__name__, subject="store")
+        self._log = RateLimitedLog(__name__, subject="store")
         self._number = 0  # step number, equal on all ranks
         self._invalid: set[int] = set()
         self._unquiet_writes: list[WriteObject] = []
@@ -110,7 +110,7 @@ class StoreWorker:
         for number, current in enumerate(self._step):
             self._plan(current, number)
         self.pipeline.begin(
-            Step(
+            PipelineStep(
                 requests=tuple(current.step.req_id for current in self._step),
                 shared_loads=Rows.of([run for current in self._step for run in current.runs]),
                 own_loads=Rows.of([run for current in self._step for run in current.own_runs]),
@@ -122,7 +122,7 @@ class StoreWorker:
             if current.reason:
                 self.pipeline.fail(number, current.reason)
             elif current.unsaved:
-                self.pipeline.fail(number, current.unsaved, wrong=False)
+                self.pipeline.fail(number, current.unsaved, invalid=False)
         self._end_unquiet()
 
     def _plan(self, current: Current, number: int) -> None:
@@ -303,11 +303,11 @@ class StoreWorker:
     def end_step(self) -> None:
         """Publishes what was saved, except for requests that lost a row on any rank."""
         failed = self.pipeline.finish()
-        losses = self._agree({name: (why, name in self.pipeline.wrong) for name, why in failed.items()})
+        losses = self._agree({name: (why, name in self.pipeline.invalid) for name, why in failed.items()})
         if not self._shares:
             self._spread(losses)
         writes = [(current, number, w) for current in self._step for number, w in current.writes]
-        if self.pipeline.quiet:
+        if self.pipeline.drained:
             self._finish([w for _, _, w in writes], [c.step.req_id not in losses for c, _, _ in writes])
         else:
             self._unquiet_writes += [w for _, _, w in writes]
@@ -357,7 +357,7 @@ class StoreWorker:
 
     def _end_unquiet(self) -> None:
         """Releases objects that an abandoned copy may still have been using, once it has ended."""
-        if self.pipeline.quiet:
+        if self.pipeline.drained:
             writes, self._unquiet_writes = self._unquiet_writes, []
             reads, self._unquiet_reads = self._unquiet_reads, []
             self._finish(writes, [False] * len(writes))
@@ -429,7 +429,7 @@ class StoreWorker:
         self._close([held.pins.pop(number) for number in chosen])
 
     def _close(self, pins: Sequence[ReadObject]) -> None:
-        if not self.pipeline.quiet:  # a copy may still be running
+        if not self.pipeline.drained:  # a copy may still be running
             self._unquiet_reads += pins
         elif pins:
             self._store.close_read(pins)

@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 STRANGER_S = 10.0
 """How long a connection may exist before it sends a `Hello` with the secret."""
 
-MAX_STRANGERS = 256
+MAX_UNPROVEN = 256
 STRANGER_FRAMES = 64
 STRANGER_BYTES = 8 << 20
 """Limits on unauthenticated peers: libzmq keeps all parts of a message until the last has arrived."""
@@ -29,7 +29,7 @@ _FAILED = (
 
 
 @dataclass
-class Connection:
+class GatedConnection:
     """session: the prefill session that authenticated over it, "" for an unauthenticated peer."""
 
     since: float
@@ -53,14 +53,14 @@ class ConnectionGate:
         self._listener, self._port = listener, port
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILED
         self.monitor: zmq.Socket[bytes] = listener.get_monitor_socket(events)
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, GatedConnection] = {}
         self._shut_down: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._connections)
 
     @property
-    def strangers(self) -> int:
+    def unproven(self) -> int:
         """Number of connections that have not authenticated."""
         return sum(not connection.session for connection in self._connections.values())
 
@@ -80,7 +80,7 @@ class ConnectionGate:
             if event["event"] in (zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED):
                 self._shut_down.discard(int(event["value"]))
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._connections[int(event["value"])] = Connection(now)
+                self._connections[int(event["value"])] = GatedConnection(now)
             elif event["event"] == zmq.EVENT_DISCONNECTED:
                 self._connections.pop(int(event["value"]), None)
             else:
@@ -88,7 +88,7 @@ class ConnectionGate:
 
     def frame(self, now: float, descriptor: int) -> str:
         """Counts a frame. Returns the session of its connection, "" if unauthenticated."""
-        connection = self._connections.setdefault(descriptor, Connection(now))
+        connection = self._connections.setdefault(descriptor, GatedConnection(now))
         connection.frames += 1
         return connection.session
 
@@ -105,9 +105,9 @@ class ConnectionGate:
 
     def tick(self, now: float) -> None:
         """Shuts down unauthenticated connections that are too old, too many, or have sent too much."""
-        strangers = [(fd, c) for fd, c in self._connections.items() if not c.session]
-        excess = len(strangers) - MAX_STRANGERS
-        for number, (descriptor, connection) in enumerate(strangers):  # oldest first
+        unproven = [(fd, c) for fd, c in self._connections.items() if not c.session]
+        excess = len(unproven) - MAX_UNPROVEN
+        for number, (descriptor, connection) in enumerate(unproven):  # oldest first
             old = now - connection.since >= STRANGER_S or connection.frames > STRANGER_FRAMES
             if number < excess or old or self._received(descriptor) > STRANGER_BYTES:
                 self._shut(descriptor)

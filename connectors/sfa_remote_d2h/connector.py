@@ -16,22 +16,18 @@ from vllm.utils.network_utils import get_ip
 
 from vllm_kvoffload.connectors.device import current_npu
 from vllm_kvoffload.connectors.sfa_remote_d2h.facts import digest_of
+from vllm_kvoffload.connectors.sfa_remote_d2h.halves import ConnectorScheduler, ConnectorWorker, StepResults
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout, layer_index
-from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import (
-    DecodeMetadata,
-    LayoutMetadata,
-    PrefillMetadata,
-    ReceiveReport,
-)
+from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import LayoutMetadata, ReceiveReport
 from vllm_kvoffload.connectors.sfa_remote_d2h.scheduler import DecodeScheduler, PrefillScheduler
-from vllm_kvoffload.connectors.sfa_remote_d2h.worker_d import DecodeWorker, Results
+from vllm_kvoffload.connectors.sfa_remote_d2h.worker_d import DecodeWorker
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_p import PrefillWorker
 from vllm_kvoffload.engine import EngineOptions
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import DECODE, PREFILL, StatsChannel
 from vllm_kvoffload.runtime.base import Event, Stream
 from vllm_kvoffload.runtime.npu import compute_stream
-from vllm_kvoffload.settings.remote_d2h import control_port
+from vllm_kvoffload.settings.remote_d2h import PROTOCOL, control_port
 from vllm_kvoffload.transfer import make_engine
 
 if TYPE_CHECKING:
@@ -62,26 +58,21 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             raise ValueError("SfaRemoteD2HConnector needs a model whose KV caches share one block table")
         self._num_blocks = kv_cache_config.num_blocks
         self._block_size = vllm_config.cache_config.block_size
-        self._prefill: PrefillScheduler | None = None
-        self._decode: DecodeScheduler | None = None
-        self._producer: PrefillWorker | None = None
-        self._consumer: DecodeWorker | None = None
-        self._results = Results()
+        self._results = StepResults()
         self._digest = ""
         self._idle = False  # the current step computes nothing
-        self._progress = False
-        self._late_layer: int | None = None
+        self._joint: dict[str, Any] = {}  # arguments of PrefillWorker beside a store
         self._compute: Stream | None = None  # where writes are queued, not done when the call returns
+        self.connector_worker: ConnectorWorker | None = None  # once the caches are registered
+        self.connector_scheduler: ConnectorScheduler | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._make_scheduler(vllm_config)
+            self.connector_scheduler = self._make_scheduler(vllm_config)
 
-    def _make_scheduler(self, vllm_config: VllmConfig) -> None:
+    def _make_scheduler(self, vllm_config: VllmConfig) -> ConnectorScheduler:
         parallel = vllm_config.parallel_config
-        if self._config.producer:
-            hosts = self._config.decode_hosts
-            self._prefill = PrefillScheduler(self._block_size, parallel.tensor_parallel_size, hosts)
-            return
         tp_size = parallel.tensor_parallel_size
+        if self._config.producer:
+            return PrefillScheduler(self._block_size, tp_size, self._config.decode_hosts)
         address = {
             "remote_engine_id": self._kv_transfer_config.engine_id,
             "remote_host": get_ip(),
@@ -90,60 +81,52 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             "remote_pcp_size": 1,
             "remote_dcp_size": 1,
         }
-        self._decode = DecodeScheduler(self._config, self._block_size, address)
+        return DecodeScheduler(self._config, self._block_size, address)
 
     # ---------------------------------------------------------------------------------------- worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        vllm_config, config = self._vllm_config, self._config
         layout = Layout.of(kv_caches, self._num_blocks)
-        model = vllm_config.model_config
+        model = self._vllm_config.model_config
         facts = layout.facts(model.hf_text_config, model.dtype, self._block_size)
+        if self._config.transfer_backend == "memfabric":
+            facts[PROTOCOL] = self._config.protocol
         self._digest = digest_of(facts)
-        tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
-        role = "prefill" if config.producer else "decode"
-        device_id = tp_rank
+        device_id = get_tensor_model_parallel_rank()
         npu = current_npu()
         if npu is not None:
             device_id = npu.current_device()
             self._compute = compute_stream(npu, device_id)
-        engine = make_engine(config.transfer_backend, role=role, host=get_ip(), device_id=device_id)  # type: ignore[arg-type]
-        dp_rank = vllm_config.parallel_config.data_parallel_index
-        fields = PREFILL if config.producer else DECODE
-        channel = StatsChannel(fields, vllm_config.instance_id, dp_rank, tp_rank)
-        if config.producer:
-            if self._late_layer is not None:
-                self._late_layer = layout.layers[-1].index
-            self._producer = PrefillWorker(
-                engine,
-                layout,
-                facts,
-                engine_id=str(self._kv_transfer_config.engine_id),
-                tp_size=tp_size,
-                tp_rank=tp_rank,
-                limits=config.limits,
-                control_key=config.control_key,
-                progress=self._progress,
-                channel=channel,
-            )
-            self._producer.start()
-            logger.info("Prefill rank %d: %d layers can be pulled", tp_rank, len(layout.layers))
-            return
-        port = control_port(config.kv_port, dp_rank, tp_size, tp_rank)
-        self._consumer = DecodeWorker(
-            engine,
-            layout,
-            facts,
+        self.connector_worker = self._make_worker(layout, facts, device_id)
+        self.connector_worker.start()
+
+    def _make_worker(self, layout: Layout, facts: dict[str, str], device_id: int) -> ConnectorWorker:
+        vllm_config, config = self._vllm_config, self._config
+        engine = make_engine(
+            config.transfer_backend,
+            role="prefill" if config.producer else "decode",
             host=get_ip(),
-            port=port,
-            tp_size=tp_size,
-            tp_rank=tp_rank,
-            limits=config.limits,
-            control_key=config.control_key,
-            channel=channel,
+            device_id=device_id,
+            protocol=config.protocol,
         )
-        self._consumer.start()
+        dp_rank = vllm_config.parallel_config.data_parallel_index
+        tp_size, tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        common: dict[str, Any] = {
+            "tp_size": tp_size,
+            "tp_rank": tp_rank,
+            "limits": config.limits,
+            "control_key": config.control_key,
+            "channel": StatsChannel(
+                PREFILL if config.producer else DECODE, vllm_config.instance_id, dp_rank, tp_rank
+            ),
+        }
+        if config.producer:
+            engine_id = str(self._kv_transfer_config.engine_id)
+            logger.info("Prefill rank %d: %d layers can be pulled", tp_rank, len(layout.layers))
+            return PrefillWorker(engine, layout, facts, engine_id=engine_id, **self._joint, **common)
+        port = control_port(config.kv_port, dp_rank, tp_size, tp_rank)
         logger.info("Decode rank %d: control port %d, %d layers", tp_rank, port, len(layout.layers))
+        return DecodeWorker(engine, layout, facts, host=get_ip(), port=port, **common)
 
     @property
     def produces(self) -> bool:
@@ -158,29 +141,28 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
     def ask_for_progress(self) -> None:
         """Asks decode to report its read progress, because layers share memory. Call before registering
         caches."""
-        self._progress = True
+        self._joint["progress"] = True
 
     def publish_last_layer_at_end(self) -> None:
         """Defers the last layer's publication to the end of the step, which may still be found invalid.
         Call before registering caches."""
-        self._late_layer = -1
+        self._joint["last_layer_at_end"] = True
 
     @property
-    def readers(self) -> PrefillWorker | None:
-        """The worker that tracks unread layers, available once the caches are registered."""
-        return self._producer
+    def readers(self) -> PrefillWorker:
+        """The worker that tracks unread layers: of a prefill engine whose caches are registered."""
+        assert isinstance(self.connector_worker, PrefillWorker)
+        return self.connector_worker
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        if self._producer is not None and isinstance(kv_connector_metadata, PrefillMetadata):
-            self._producer.drop(kv_connector_metadata)
+        if self.connector_worker is not None:
+            self.connector_worker.drop(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         # Not in start_load_kv: it is called only after the forward pass, and prefill may be faster than that.
-        if self._producer is not None and isinstance(connector_metadata, PrefillMetadata):
-            self._producer.begin_step(connector_metadata)
-        if self._consumer is not None and isinstance(connector_metadata, DecodeMetadata):
-            self._consumer.begin_step(connector_metadata)
+        if self.connector_worker is not None:
+            self.connector_worker.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Does nothing: loads were started when the step's metadata arrived."""
@@ -192,33 +174,27 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
     def on_kv_cache_written(self, layer_name: str) -> None:
         """Publishes a layer whose rows are written, before its attention runs. Only vllm-ascend calls this
         hook."""
-        self._layer_written(layer_name)
+        if self.connector_worker is not None:
+            self.connector_worker.layer_done(layer_index(layer_name), self._written(layer_name))
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        self._layer_written(layer_name)
-
-    def _layer_written(self, layer_name: str) -> None:
-        layer = layer_index(layer_name)
-        if self._producer is not None and layer != self._late_layer:
-            self._producer.layer_done(layer, self._written(layer_name))
+        self.on_kv_cache_written(layer_name)
 
     def _written(self, label: str) -> Event | None:
         """Returns an event behind all writes queued so far, None where writes are already complete."""
         return None if self._compute is None else self._compute.record(label)
 
     def wait_for_save(self) -> None:
-        if self._producer is not None:
-            self._producer.end_step(self._written("step"))
+        if self.connector_worker is not None:
+            self.connector_worker.end_step(self._written("step"))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._producer is not None:
-            return self._producer.take_free(self._idle), None
-        if self._consumer is not None:
-            self._results = self._consumer.finish_step(finished_req_ids, self._idle)
-            return None, self._results.done
-        return None, None
+        if self.connector_worker is None:
+            return None, None
+        self._results = self.connector_worker.finish_step(finished_req_ids, self._idle)
+        return self._results.sent, self._results.received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._results.failed_blocks = self._results.failed_blocks, set()
@@ -226,7 +202,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Returns decode's layout for its scheduler half. Prefill's layout travels in its `Hello`."""
-        return None if self._consumer is None else LayoutMetadata(self._digest)
+        return None if self._config.producer or not self._digest else LayoutMetadata(self._digest)
 
     def build_connector_worker_meta(self) -> ReceiveReport | None:
         """Returns the receive failures of this step, None if there are none."""
@@ -234,67 +210,50 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         return ReceiveReport(failures) if failures else None
 
     def shutdown(self) -> None:
-        for part in (self._producer, self._consumer):
-            if part is not None:
-                part.stop()
-        if self._decode is not None:
-            self._decode.close()
+        if self.connector_worker is not None:
+            self.connector_worker.stop()
+        if self.connector_scheduler is not None:
+            self.connector_scheduler.close()
 
     # ------------------------------------------------------------------------------------- scheduler side
+
+    @property
+    def _scheduler(self) -> ConnectorScheduler:
+        assert self.connector_scheduler is not None, "vLLM's scheduler calls this, in its own process"
+        return self.connector_scheduler
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self._decode is None:
-            return 0, False
-        return self._decode.matched_tokens(request, num_computed_tokens)
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        if self._decode is not None:
-            self._decode.allocated(request, blocks, num_external_tokens)
-        if self._prefill is not None:
-            self._prefill.allocated(request)
+        self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        if self._prefill is not None:
-            return self._prefill.metadata(scheduler_output)
-        assert self._decode is not None
-        return self._decode.metadata()
+        made: KVConnectorMetadata = self._scheduler.metadata(scheduler_output)
+        return made
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if self._prefill is not None:
-            self._prefill.reported(connector_output.finished_sending or ())
-            if connector_output.invalid_block_ids:
-                self._prefill.lost(connector_output.invalid_block_ids)
-        if self._decode is not None:
-            report = connector_output.kv_connector_worker_meta
-            if isinstance(report, ReceiveReport):
-                self._decode.failed(report.failures)
-            self._decode.reported(connector_output.finished_recving or ())
+        self._scheduler.reported(connector_output)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Stores the layout digest of the workers, which is equal on all ranks."""
         for found in metadata.values():
-            if self._decode is not None and isinstance(found, LayoutMetadata):
-                self._decode.use_layout(found.digest)
+            if isinstance(found, LayoutMetadata):
+                self._scheduler.use_layout(found.digest)
 
     def reset_cache(self) -> bool:
         """Returns False while decode could still read KV computed before: the only KV kept here.
 
         That takes at most one lease after decode's last message.
         """
-        if self._prefill is not None:
-            return self._prefill.reset()
-        return self._decode is not None and self._decode.reset()
+        return self._scheduler.reset()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        if self._prefill is not None:
-            return self._prefill.finished(request.request_id), None
-        if self._decode is not None:
-            self._decode.finished(request.request_id)
-        return False, None
+        return self._scheduler.finished(request.request_id), None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

@@ -24,10 +24,10 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.pending import (
     Outcome,
     Peer,
     Pending,
-    Phase,
     Pull,
     ReadOrder,
     Receive,
+    ReceivePhase,
     describe,
 )
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
@@ -51,7 +51,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
 )
 from vllm_kvoffload.foreign_text import printable
 from vllm_kvoffload.metrics.fields import ReceiveFailure
-from vllm_kvoffload.settings.remote_d2h import Limits
+from vllm_kvoffload.settings.remote_d2h import RemoteD2HLimits
 
 GONE_KEPT = 4096
 """Transfers remembered after they were given up, so that a late `Publish` doesn't bring them back."""
@@ -82,14 +82,14 @@ class Consumer:
         num_layers: int,
         tp_size: int,
         tp_rank: int,
-        limits: Limits,
+        limits: RemoteD2HLimits,
     ) -> None:
         self.session = session
         self.outbox: list[tuple[str, ToPrefill]] = []
         self.orders: list[ReadOrder] = []
         self.to_cancel: list[int] = []
         self.to_meet: list[Hello] = []
-        self.lost_peers: list[str] = []
+        self.failed_peers: list[str] = []
         self.counts = ReceiveCounts()
         self._num_layers = num_layers
         self._admission = Admission(facts, tp_size, tp_rank)
@@ -108,7 +108,7 @@ class Consumer:
         self._beat_at = float("-inf")
 
     @property
-    def live(self) -> dict[str, Phase]:
+    def live(self) -> dict[str, ReceivePhase]:
         """Requests that have not ended, with their phases."""
         return {req_id: pending.phase for req_id, pending in self._requests.items()}
 
@@ -153,7 +153,7 @@ class Consumer:
     def prefill_returned(self, now: float, req_id: str, error: str = "") -> None:
         """Records the proxy's answer to the rendezvous: prefill finished, or failed with `error`."""
         pending = self._requests.get(req_id)
-        if pending is None or pending.phase is not Phase.WAITING:
+        if pending is None or pending.phase is not ReceivePhase.WAITING:
             return
         if error:
             self._fail(pending, ReceiveFailure.RENDEZVOUS, error)
@@ -190,7 +190,7 @@ class Consumer:
     def metrics(self) -> dict[str, int]:
         """Counters by key of `metrics.DECODE`, except bytes."""
         phases = Counter(self.live.values())
-        gauges = {f"receives.{phase.value}": phases[phase] for phase in Phase}
+        gauges = {f"receives.{phase.value}": phases[phase] for phase in ReceivePhase}
         return {**gauges, "peer_ranks": len(self._peers), **self.counts.values()}
 
     # ---------------------------------------------------------------------------------- messages from prefill
@@ -269,7 +269,7 @@ class Consumer:
     def _decline(self, pending: Pending, message: Declined) -> None:
         """Records that a prefill rank will not transfer; has no effect if other ranks already serve the
         request."""
-        if pending.phase is Phase.WAITING:
+        if pending.phase is ReceivePhase.WAITING:
             pending.prefill_layout = message.digest
             self._fail(pending, ReceiveFailure.MISMATCH, message.reason or "prefill can't serve this engine")
 
@@ -281,7 +281,7 @@ class Consumer:
             if any(pull.session == session for pull in pending.pulls.values()):
                 self._lose(now, pending, ReceiveFailure.PREFILL, "prefill restarted", self._limits.retry_s)
         del self._peers[session]
-        self.lost_peers.append(session)
+        self.failed_peers.append(session)
 
     def _published(self, now: float, message: Publish) -> None:
         key = (message.session, message.transfer)
@@ -309,7 +309,7 @@ class Consumer:
 
     def _waiting_for(self, message: Publish) -> Pending | None:
         pending = self._requests.get(self._named.get(message.request, ""))
-        waits = pending is not None and pending.phase is Phase.WAITING
+        waits = pending is not None and pending.phase is ReceivePhase.WAITING
         return pending if waits and pending is not None and pending.order.prompt == message.prompt else None
 
     def _bound_early(self, session: str) -> None:
@@ -347,7 +347,7 @@ class Consumer:
         req_id, pull = self._reads.pop(number)
         pull.reading = None
         pending = self._requests[req_id]
-        if pending.phase is Phase.READING and pull in pending.pulls.values():
+        if pending.phase is ReceivePhase.READING and pull in pending.pulls.values():
             if error:
                 pull.errors += 1
                 if pull.errors > self._limits.read_retries:
@@ -358,7 +358,7 @@ class Consumer:
 
     def _adopt(self, pending: Pending) -> None:
         """Assigns matching transfers to a waiting request, unless reads of older ones are still running."""
-        if pending.phase is not Phase.WAITING or self._busy(pending):
+        if pending.phase is not ReceivePhase.WAITING or self._busy(pending):
             return
         for pull in list(self._early.values()):
             peer = self._peers[pull.session]
@@ -366,7 +366,7 @@ class Consumer:
                 continue
             others = [self._peers[other.session].hello.engine_id for other in pending.pulls.values()]
             if any(engine != peer.hello.engine_id for engine in others) or peer.member in pending.pulls:
-                continue  # belongs to another attempt: used when this one is lost
+                continue  # belongs to another attempt: used when this one fails
             reason = pull.unfit(pending.order)
             if reason:
                 self._give_up(pull, reason)
@@ -376,7 +376,7 @@ class Consumer:
             pending.pulls[peer.member] = pull
         ratios = {self._peers[pull.session].ratio for pull in pending.pulls.values()}
         if ratios == {len(pending.pulls)}:
-            pending.phase, pending.reason = Phase.READING, ""
+            pending.phase, pending.reason = ReceivePhase.READING, ""
             pending.attempts += 1
 
     def _busy(self, pending: Pending) -> bool:
@@ -384,22 +384,22 @@ class Consumer:
 
     def _advance(self, now: float, pending: Pending) -> None:
         """Starts the next reads of a request, or ends it."""
-        if pending.phase is Phase.ENDING:
+        if pending.phase is ReceivePhase.ENDING:
             if not self._busy(pending):
                 self._end(pending)
             return
-        if pending.phase is Phase.WAITING:
+        if pending.phase is ReceivePhase.WAITING:
             self._adopt(pending)
-        if pending.phase is not Phase.READING:
+        if pending.phase is not ReceivePhase.READING:
             return
         for pull in pending.pulls.values():
             if pull.reading is None and not pull.finished:
                 self._next_order(now, pending, pull)
                 self._tell_progress(pull)
-            if pending.phase is not Phase.READING:
+            if pending.phase is not ReceivePhase.READING:
                 return
         if all(pull.finished for pull in pending.pulls.values()):
-            pending.phase = Phase.ENDING
+            pending.phase = ReceivePhase.ENDING
             self.counts.received(now - pending.since)
             self._end(pending)
 
@@ -443,16 +443,16 @@ class Consumer:
     ) -> None:
         """Ends the current attempt. The request waits `wait_s` for another one, if it has any left."""
         self._drop_pulls(pending, reason)
-        if wait_s and pending.attempts <= self._limits.retries and pending.phase is not Phase.ENDING:
-            pending.phase, pending.failure, pending.reason = Phase.WAITING, failure, reason
+        if wait_s and pending.attempts <= self._limits.retries and pending.phase is not ReceivePhase.ENDING:
+            pending.phase, pending.failure, pending.reason = ReceivePhase.WAITING, failure, reason
             pending.deadline = now + wait_s
             self.counts.retries += 1
         else:
             self._fail(pending, failure, reason)
 
     def _fail(self, pending: Pending, failure: ReceiveFailure, reason: str) -> None:
-        if pending.phase is not Phase.ENDING:
-            pending.phase, pending.failure, pending.reason = Phase.ENDING, failure, reason
+        if pending.phase is not ReceivePhase.ENDING:
+            pending.phase, pending.failure, pending.reason = ReceivePhase.ENDING, failure, reason
         self._drop_pulls(pending, reason)
         if not self._busy(pending):
             self._end(pending)
@@ -531,12 +531,12 @@ class Consumer:
 
     def _tick_request(self, now: float, pending: Pending) -> None:
         limits = self._limits
-        if pending.phase is Phase.ENDING:
+        if pending.phase is ReceivePhase.ENDING:
             return
         if now >= pending.overall_deadline:
             reason = f"not received after {limits.request_s:g} s ({describe(pending)})"
             self._fail(pending, ReceiveFailure.DEADLINE, reason)
-        elif pending.phase is Phase.WAITING and now >= pending.deadline:
+        elif pending.phase is ReceivePhase.WAITING and now >= pending.deadline:
             failure = pending.failure if pending.reason else ReceiveFailure.DEADLINE
             self._fail(pending, failure, pending.reason or "prefill did not offer it in time")
         else:
@@ -566,9 +566,14 @@ class Consumer:
         """Reports read progress, which prefill awaits before it reuses the memory; repeated with each
         heartbeat."""
         peer, read = self._peers.get(pull.session), (pull.read_chunks, pull.read_layers)
-        if peer is None or not peer.hello.progress or read == (0, 0) or (read == pull.told and not again):
+        if (
+            peer is None
+            or not peer.hello.progress
+            or read == (0, 0)
+            or (read == pull.progress_sent and not again)
+        ):
             return
-        pull.told = read
+        pull.progress_sent = read
         entry = (pull.publish.transfer, *read)
         self._send(pull.session, Progress(self.session, pull.session, (entry,)))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import zmq
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import MAX_FRAME_BYTES
-from vllm_kvoffload.log import QuietLog, get_logger
+from vllm_kvoffload.log import RateLimitedLog, get_logger
 from vllm_kvoffload.metrics import StatsChannel
 
 logger = get_logger(__name__)
@@ -78,13 +78,13 @@ class IOThread(ABC):
 
     Attributes:
         errors: number of exceptions caught; the thread continues after each.
-        quiet: rate-limited log for lines that peers can trigger.
+        limited_log: rate-limited log for lines that peers can trigger.
     """
 
     def __init__(self, name: str, channel: StatsChannel | None = None) -> None:
         self.lock = threading.Lock()
         self.errors = 0
-        self.quiet = QuietLog(__name__)
+        self.limited_log = RateLimitedLog(__name__)
         self._channel, self._published_at = channel, float("-inf")
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
@@ -133,7 +133,7 @@ class IOThread(ABC):
         except Exception as error:
             self.errors += 1
             kind = f"{what} {type(error).__name__}"
-            self.quiet.exception(kind, f"{self._thread.name}: {what} failed; going on")
+            self.limited_log.exception(kind, f"{self._thread.name}: {what} failed; going on")
             return False
 
     def _run(self) -> None:

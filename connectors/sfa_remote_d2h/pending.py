@@ -66,8 +66,8 @@ class Failure:
     prefill_layout: str = ""
 
 
-class Phase(str, Enum):
-    """Phase of a request."""
+class ReceivePhase(str, Enum):
+    """ReceivePhase of a request."""
 
     WAITING = "waiting"
     READING = "reading"
@@ -105,8 +105,8 @@ class Peer:
 class Pull:
     """Decode's view of one transfer.
 
-    read_chunks, read_layers: chunks read completely, layers read of the next one. told: the progress last
-    reported to prefill.
+    read_chunks, read_layers: chunks read completely, layers read of the next one. progress_sent: the
+    progress last reported to prefill.
     """
 
     session: str
@@ -117,7 +117,7 @@ class Pull:
     complete: bool = False
     read_chunks: int = 0
     read_layers: int = 0
-    told: tuple[int, int] = (0, 0)
+    progress_sent: tuple[int, int] = (0, 0)
     reading: int | None = None
     reading_to: tuple[int, int] = (0, 0)
     finish_at: float | None = None
@@ -213,7 +213,7 @@ class Pull:
 class Pending:
     """A receive that has not ended.
 
-    reason, failure: why its last attempt was lost, if `reason` is not empty. prefill_layout: as in
+    reason, failure: why its last attempt failed, if `reason` is not empty. prefill_layout: as in
     `Outcome`.
     """
 
@@ -221,7 +221,7 @@ class Pending:
     since: float
     deadline: float
     overall_deadline: float
-    phase: Phase = Phase.WAITING
+    phase: ReceivePhase = ReceivePhase.WAITING
     pulls: dict[int, Pull] = field(default_factory=dict)
     attempts: int = 0
     reason: str = ""
@@ -237,5 +237,5 @@ def describe(pending: Pending) -> str:
         f"{'reading' if pull.reading is not None else 'not reading'}"
         for pull in pending.pulls.values()
     ]
-    lost = f", before: {pending.reason}" if pending.reason else ""
-    return "; ".join([f"{pending.phase.value}, attempt {pending.attempts}{lost}", *pulls])
+    failed = f", before: {pending.reason}" if pending.reason else ""
+    return "; ".join([f"{pending.phase.value}, attempt {pending.attempts}{failed}", *pulls])

@@ -12,7 +12,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import ReadOrder
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import Hello
 from vllm_kvoffload.foreign_text import printable
-from vllm_kvoffload.log import QuietLog
+from vllm_kvoffload.log import RateLimitedLog
 from vllm_kvoffload.transfer import PeerHandle, ReadHandle, ReadStatus, Spans, TransferEngine, TransferError
 from vllm_kvoffload.transfer.spans import block_spans
 
@@ -66,7 +66,7 @@ class Reads:
         self._sources: dict[str, Source] = {}
         self._leaving: list[PeerHandle] = []
         self._flights: dict[int, InFlight] = {}
-        self._log = QuietLog(__name__)
+        self._log = RateLimitedLog(__name__)
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -135,7 +135,7 @@ class Reads:
 
     def _advance(self, flight: InFlight) -> bool:
         """Returns whether the order made progress. It ends when complete, or when it failed and its memory
-        is quiet."""
+        is idle."""
         if flight.handle is not None:
             status = self._status(flight, flight.handle)
             if status is ReadStatus.PENDING:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from vllm_kvoffload.foreign_text import printable, shown
 from vllm_kvoffload.hostnames import HostError
-from vllm_kvoffload.log import QuietLog, get_logger
+from vllm_kvoffload.log import RateLimitedLog, get_logger
 from vllm_kvoffload.settings.hosts import HostList
 
 logger = get_logger(__name__)
@@ -81,7 +81,7 @@ class Rendezvous:
         self._notices: set[Future[None]] = set()
         self._answers: list[tuple[str, str]] = []
         self._lock = threading.Lock()
-        self._log = QuietLog(__name__)
+        self._log = RateLimitedLog(__name__)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._session: Any = None

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvoffload.connectors.guard import RequestGuard
 from vllm_kvoffload.connectors.scheduled import scheduled_requests
+from vllm_kvoffload.connectors.sfa_remote_d2h.halves import ConnectorScheduler
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import (
     Decline,
     DecodeMetadata,
     PrefillMetadata,
     PrefillStep,
+    ReceiveReport,
     Target,
 )
 from vllm_kvoffload.connectors.sfa_remote_d2h.params import (
@@ -29,7 +31,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.ports import chunk_range
 from vllm_kvoffload.connectors.sfa_remote_d2h.rendezvous import Rendezvous
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
 from vllm_kvoffload.foreign_text import shown
-from vllm_kvoffload.log import QuietLog, get_logger
+from vllm_kvoffload.log import RateLimitedLog, get_logger
 from vllm_kvoffload.metrics.fields import ReceiveFailure
 from vllm_kvoffload.settings.hosts import HostList
 from vllm_kvoffload.settings.remote_d2h import RemoteD2HConfig, external_id
@@ -37,6 +39,7 @@ from vllm_kvoffload.settings.remote_d2h import RemoteD2HConfig, external_id
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
@@ -57,7 +60,7 @@ class Asked:
     allocated: bool = False
 
 
-class DecodeScheduler:
+class DecodeScheduler(ConnectorScheduler):
     """Decode: requests the KV of the whole prompt except the cached prefix, and notifies the proxy.
 
     A request with invalid parameters is *refused*: it ends like one whose KV did not arrive, so that its
@@ -72,7 +75,7 @@ class DecodeScheduler:
         self._config, self._block_size = config, block_size
         self._address = {**address, "remote_secret": self.secret}
         self._rendezvous = Rendezvous(config.limits.request_s)
-        self._guard, self._log = RequestGuard(), QuietLog(__name__)
+        self._guard, self._log = RequestGuard(), RateLimitedLog(__name__)
         self._asked: dict[str, Asked | None] = {}  # by request id, until the engine has finished with it
         self._receives: list[Receive] = []
         self._refused: list[tuple[str, str]] = []
@@ -104,10 +107,12 @@ class DecodeScheduler:
             self._asked[req_id] = None if params is None else Asked(params)
         return self._asked[req_id]
 
-    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def allocated(
+        self, request: Request, blocks: KVCacheBlocks | None = None, num_external_tokens: int = 0
+    ) -> None:
         """Blocks are allocated: prefill may now be asked, and may publish."""
         asked = self._asked_of(request)
-        if asked is None or asked.allocated or num_external_tokens <= 0:
+        if asked is None or asked.allocated or blocks is None or num_external_tokens <= 0:
             return
         # At most once: a request that is preempted, or whose load failed, is recomputed here.
         asked.allocated = True
@@ -177,12 +182,19 @@ class DecodeScheduler:
         if isinstance(params, dict):
             request.kv_transfer_params = {**params, "do_remote_prefill": False}
 
-    def metadata(self) -> DecodeMetadata:
+    def metadata(self, output: SchedulerOutput | None = None) -> DecodeMetadata:  # noqa: ARG002
         """Returns the changes since the last step."""
         answered = self._refused + self._rendezvous.take_answers()
         made = DecodeMetadata(self._receives, answered, self.secret)
         self._receives, self._refused = [], []
         return made
+
+    def reported(self, output: KVConnectorOutput) -> None:
+        """Takes the workers' report: failed receives first, then all that have ended."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, ReceiveReport):
+            self.failed(report.failures)
+        self.received(output.finished_recving or ())
 
     def failed(self, failures: Mapping[str, Failure]) -> None:
         """Sends the proxy one notice per failed receive, if it gave a URL for notices."""
@@ -197,19 +209,20 @@ class DecodeScheduler:
             if failure.prefill_layout:
                 body["prefill_layout"] = failure.prefill_layout
             post = partial(self._rendezvous.notify, url, body)
-            told = self._guard.run(req_id, "failure notice", post, lambda _: False)
-            if not told:
+            notified = self._guard.run(req_id, "failure notice", post, lambda _: False)
+            if not notified:
                 logger.debug("the proxy is not told that %s failed", shown(req_id))
 
-    def reported(self, received: Iterable[str]) -> None:
+    def received(self, received: Iterable[str]) -> None:
         """The workers have finished with these requests, successfully or not."""
         for req_id in received:
             self._receiving.pop(req_id, None)
 
-    def finished(self, req_id: str) -> None:
+    def finished(self, req_id: str) -> bool:
         """The request has ended in the scheduler; the worker may still be receiving it."""
         self._asked.pop(req_id, None)
         self._rendezvous.cancel(req_id)
+        return False
 
     def reset(self) -> bool:
         """Whether no KV computed earlier by prefill is in transit; transfers cannot be recalled."""
@@ -223,7 +236,7 @@ class DecodeScheduler:
 
 
 @dataclass
-class Tracked:
+class HandOver:
     """A request that decode waits for. published: number of blocks already passed to the worker."""
 
     request: Request
@@ -237,7 +250,7 @@ class Tracked:
     complete: bool = False
 
 
-class PrefillScheduler:
+class PrefillScheduler(ConnectorScheduler):
     """Prefill: follows the requests that decode waits for, step by step.
 
     A request with invalid parameters is computed normally but not handed over.
@@ -248,15 +261,20 @@ class PrefillScheduler:
 
     def __init__(self, block_size: int, tp_size: int, hosts: HostList) -> None:
         self._block_size, self._tp_size, self._hosts = block_size, tp_size, hosts
-        self._guard, self._log = RequestGuard(), QuietLog(__name__)
-        self._tracked: dict[str, Tracked] = {}
+        self._guard, self._log = RequestGuard(), RateLimitedLog(__name__)
+        self._tracked: dict[str, HandOver] = {}
         self._dropped: list[tuple[str, bool]] = []
         self._held: list[str] = []
         self._kept: set[str] = set()
         self._declined: list[Decline] = []
         self._refused: set[str] = set()  # while alive, so that a preemption does not log it again
 
-    def allocated(self, request: Request) -> None:
+    def allocated(
+        self,
+        request: Request,
+        blocks: KVCacheBlocks | None = None,  # noqa: ARG002  # known from the step's output
+        num_external_tokens: int = 0,  # noqa: ARG002
+    ) -> None:
         """A request starts, new or after a preemption."""
         req_id = request.request_id
         self._guard.run(req_id, "update_state_after_alloc", lambda: self._track(request), lambda _: None)
@@ -282,7 +300,9 @@ class PrefillScheduler:
         except Refusal as refusal:
             self._refuse(req_id, digest, str(refusal), refusal.target)
             return
-        self._tracked[req_id] = Tracked(request, params.target, digest, len(prompt), params.cached_tokens, [])
+        self._tracked[req_id] = HandOver(
+            request, params.target, digest, len(prompt), params.cached_tokens, []
+        )
 
     def _refuse(self, req_id: str, prompt: bytes, reason: str, target: Target | None) -> None:
         """Does not hand the request over, and tells decode if its address is known."""
@@ -292,8 +312,9 @@ class PrefillScheduler:
         if target is not None:
             self._declined.append(Decline(request_name(req_id), target, prompt, reason))
 
-    def metadata(self, output: SchedulerOutput) -> PrefillMetadata:
+    def metadata(self, output: SchedulerOutput | None = None) -> PrefillMetadata:
         """Returns the changes of a step."""
+        assert output is not None
         for req_id in output.preempted_req_ids or ():
             self._forget_blocks(req_id)
         steps = []
@@ -314,7 +335,7 @@ class PrefillScheduler:
         return made
 
     def _scheduled(
-        self, output: SchedulerOutput, req_id: str, tracked: Tracked, block_ids: list[int], computed: int
+        self, output: SchedulerOutput, req_id: str, tracked: HandOver, block_ids: list[int], computed: int
     ) -> PrefillStep | None:
         tracked.blocks += block_ids
         scheduled = output.num_scheduled_tokens[req_id]
@@ -327,14 +348,20 @@ class PrefillScheduler:
             self._dropped.append((req_id, False))
         self._refuse(req_id, tracked.prompt, reason, None if tracked.opened else tracked.target)
 
-    def lost(self, block_ids: Collection[int]) -> None:
+    def reported(self, output: KVConnectorOutput) -> None:
+        """Takes the workers' report: requests that decode has read, and blocks that lost their KV."""
+        self.sent(output.finished_sending or ())
+        if output.invalid_block_ids:
+            self.blocks_invalid(output.invalid_block_ids)
+
+    def blocks_invalid(self, block_ids: Collection[int]) -> None:
         """Ends the transfers of requests whose blocks lost their KV, even if they merely could not be
         stored; they start again if the request continues."""
         for req_id, tracked in self._tracked.items():
             if tracked.opened and not set(block_ids).isdisjoint(tracked.blocks):
                 self._begin_anew(req_id, tracked)
 
-    def _begin_anew(self, req_id: str, tracked: Tracked) -> None:
+    def _begin_anew(self, req_id: str, tracked: HandOver) -> None:
         tracked.opened = tracked.complete = False
         tracked.published = 0
         self._dropped.append((req_id, True))
@@ -346,7 +373,7 @@ class PrefillScheduler:
             del self._tracked[req_id]
             self._dropped.append((req_id, True))
 
-    def _step(self, req_id: str, tracked: Tracked, computed: int) -> PrefillStep:
+    def _step(self, req_id: str, tracked: HandOver, computed: int) -> PrefillStep:
         final = computed >= tracked.num_prompt_tokens
         computed = min(computed, tracked.num_prompt_tokens)
         begin, end = chunk_range(tracked.cached_tokens, tracked.published, computed, self._block_size, final)
@@ -377,7 +404,7 @@ class PrefillScheduler:
             self._dropped.append((req_id, False))
         return tracked.complete
 
-    def reported(self, sent: Iterable[str]) -> None:
+    def sent(self, sent: Iterable[str]) -> None:
         """The workers no longer need the blocks of these requests."""
         self._kept.difference_update(sent)
 

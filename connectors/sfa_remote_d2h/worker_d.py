@@ -5,18 +5,17 @@ from __future__ import annotations
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 
 import zmq
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.connection_gate import ConnectionGate
 from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Consumer
 from vllm_kvoffload.connectors.sfa_remote_d2h.curve import ControlKey, Gatekeeper
+from vllm_kvoffload.connectors.sfa_remote_d2h.halves import ConnectorWorker, StepResults
 from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import (
     TICK_S,
     Idle,
-    IOThread,
     is_connection_of,
     receive,
     send,
@@ -43,7 +42,7 @@ from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import StatsChannel
 from vllm_kvoffload.metrics.fields import ReceiveFailure
 from vllm_kvoffload.settings.errors import ConfigError
-from vllm_kvoffload.settings.remote_d2h import Limits
+from vllm_kvoffload.settings.remote_d2h import RemoteD2HLimits
 from vllm_kvoffload.transfer import TransferEngine
 
 logger = get_logger(__name__)
@@ -70,16 +69,7 @@ MAX_ROUTES = 4096
 """Maximum number of sessions whose connection is remembered."""
 
 
-@dataclass
-class Results:
-    """Results of a step for the engine. failures: reasons, for requests that were not received."""
-
-    done: set[str] = field(default_factory=set)
-    failed_blocks: set[int] = field(default_factory=set)
-    failures: dict[str, Failure] = field(default_factory=dict)
-
-
-class DecodeWorker(IOThread):
+class DecodeWorker(ConnectorWorker):
     """The worker half of one rank. Raises ConfigError when its control port is taken.
 
     Args:
@@ -98,7 +88,7 @@ class DecodeWorker(IOThread):
         port: int,
         tp_size: int,
         tp_rank: int,
-        limits: Limits,
+        limits: RemoteD2HLimits,
         channel: StatsChannel | None = None,
         control_key: str | None = None,
     ) -> None:
@@ -190,14 +180,14 @@ class DecodeWorker(IOThread):
             self.consumer.abandon(order, f"decode could not begin to receive it: {error!r}")
             raise
 
-    def finish_step(self, finished_req_ids: set[str], idle: bool = False) -> Results:
+    def finish_step(self, finished_req_ids: Iterable[str] = (), idle: bool = False) -> StepResults:
         """Returns requests received or failed since the last step. The others continue.
 
         idle: the step computed nothing, so that the call may wait briefly.
         """
-        results = Results()
+        results, aborted = StepResults(), list(finished_req_ids)
         with self.lock:
-            for req_id in finished_req_ids:
+            for req_id in aborted:
                 self.attempt("an abort", self.consumer.cancel, req_id)
             waits = idle and bool(self.consumer.live) and not self.consumer.has_outcomes
             self._idle.begin()
@@ -207,7 +197,7 @@ class DecodeWorker(IOThread):
             self._idle.worked()
         with self.lock:
             for outcome in self.consumer.take_outcomes():
-                results.done.add(outcome.req_id)
+                results.received.add(outcome.req_id)
                 results.failed_blocks.update(outcome.failed_blocks)
                 if outcome.reason:
                     reason, failure = printable(outcome.reason), outcome.failure or ReceiveFailure.PREFILL
@@ -215,7 +205,7 @@ class DecodeWorker(IOThread):
                     results.failures[outcome.req_id] = failed
                     name = printable(outcome.req_id)
                     logger.warning("request %s was not received (%s): %s", name, failure.value, reason)
-        if finished_req_ids:
+        if aborted:
             self.wake()
         return results
 
@@ -226,8 +216,8 @@ class DecodeWorker(IOThread):
 
     def _round(self, ready: set[zmq.Socket[bytes]], now: float) -> None:
         if self._router.closed or self._gate.stuck >= MAX_STUCK:
-            text = f"{MAX_STUCK} connections of strangers would not end: the control port is opened anew"
-            self.quiet.warning("stuck", text)
+            text = f"{MAX_STUCK} unproven connections would not end: the control port is opened anew"
+            self.limited_log.warning("stuck", text)
             self._listen_anew()
         if self._gatekeeper is not None:
             self.attempt("a check of keys", self._gatekeeper.answer)
@@ -266,10 +256,12 @@ class DecodeWorker(IOThread):
                 if self._key is not None
                 else "a control_key_file, or no ZeroMQ"
             )
-            self.quiet.warning("handshake", f"a connection to the control port failed: its sender has {key}")
+            self.limited_log.warning(
+                "handshake", f"a connection to the control port failed: its sender has {key}"
+            )
         if self._gate.closed > closed:
             text = "a connection to the control port was closed: no Hello with the secret of this start came"
-            self.quiet.warning("stranger", text)
+            self.limited_log.warning("stranger", text)
 
     def _take(self, now: float, frames: list[zmq.Frame]) -> None:
         """Handles a message, together with its connection."""
@@ -317,7 +309,9 @@ class DecodeWorker(IOThread):
         """Counts and logs a refusal. descriptor: connection to end if it is unauthenticated, or -1."""
         self.frames_refused += 1
         sender = identity.decode("ascii", "backslashreplace")
-        self.quiet.error(f"refused {kind}", f"prefill rank {printable(sender, 64)}: {printable(reason)}")
+        self.limited_log.error(
+            f"refused {kind}", f"prefill rank {printable(sender, 64)}: {printable(reason)}"
+        )
         self._gate.refuse(descriptor)
 
     def _meet(self, hello: Hello) -> None:
@@ -340,11 +334,11 @@ class DecodeWorker(IOThread):
                 outbox, consumer.outbox = consumer.outbox, []
                 orders, consumer.orders = consumer.orders, []
                 cancelled, consumer.to_cancel = consumer.to_cancel, []
-                lost, consumer.lost_peers = consumer.lost_peers, []
+                failed, consumer.failed_peers = consumer.failed_peers, []
                 hellos, consumer.to_meet = consumer.to_meet, []
                 if consumer.has_outcomes:
                     self._idle.tell()
-            for session in lost:
+            for session in failed:
                 self._reads.leave(session)
             for order in orders:
                 self._reads.begin(order)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import zmq
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.curve import ControlKey
 from vllm_kvoffload.connectors.sfa_remote_d2h.facts import digest_of
+from vllm_kvoffload.connectors.sfa_remote_d2h.halves import ConnectorWorker, StepResults
 from vllm_kvoffload.connectors.sfa_remote_d2h.io_thread import (
     TICK_S,
     Idle,
-    IOThread,
     connection_name,
     receive,
     send,
@@ -39,7 +39,7 @@ from vllm_kvoffload.hostnames import HostError, canonical_host
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.metrics import StatsChannel
 from vllm_kvoffload.runtime.base import Event
-from vllm_kvoffload.settings.remote_d2h import MAX_PORT, Limits
+from vllm_kvoffload.settings.remote_d2h import MAX_PORT, RemoteD2HLimits
 from vllm_kvoffload.transfer import TransferEngine
 
 logger = get_logger(__name__)
@@ -75,13 +75,14 @@ class EndpointError(ValueError):
     """An endpoint that cannot be connected to."""
 
 
-class PrefillWorker(IOThread):
+class PrefillWorker(ConnectorWorker):
     """The worker half of one rank. The compute thread calls the methods; the I/O thread owns the sockets.
 
     Args:
         engine: nothing registered yet; closed at the end. channel: also closed at the end.
         facts: of model and layout, see `Layout.facts`.
         control_key: 64 hex digits shared with decode: control messages are encrypted.
+        last_layer_at_end: publish the last layer at the step's end only, which may still be found invalid.
     """
 
     def __init__(
@@ -93,8 +94,9 @@ class PrefillWorker(IOThread):
         engine_id: str,
         tp_size: int,
         tp_rank: int,
-        limits: Limits,
+        limits: RemoteD2HLimits,
         progress: bool = False,
+        last_layer_at_end: bool = False,
         channel: StatsChannel | None = None,
         control_key: str | None = None,
     ) -> None:
@@ -119,6 +121,7 @@ class PrefillWorker(IOThread):
         self.frames_refused = 0
         self.producer: Producer[Endpoint] = Producer(hello, len(layout.layers))
         self._position = {layer.index: number for number, layer in enumerate(layout.layers)}
+        self._early = len(layout.layers) - last_layer_at_end  # layers that may be published before the end
         self._step: list[str] = []
         self._on_news: Callable[[], None] | None = None
         self._idle = Idle()
@@ -175,7 +178,7 @@ class PrefillWorker(IOThread):
     def layer_done(self, layer: int, written: Event | None = None) -> None:
         """Publishes a layer's KV, indexer KV included, now or when the device reaches `written`."""
         position = self._position.get(layer)
-        if position is not None and self._step:
+        if position is not None and position < self._early and self._step:
             self._publish_when(written, position + 1)
 
     def end_step(self, written: Event | None = None) -> None:
@@ -205,7 +208,11 @@ class PrefillWorker(IOThread):
         """Registers a callback, called on any thread whenever `unread` may have changed."""
         self._on_news = on_news
 
-    def take_free(self, idle: bool = False) -> set[str]:
+    def finish_step(
+        self,
+        finished_req_ids: Iterable[str] = (),  # noqa: ARG002  # they come with the next step's metadata
+        idle: bool = False,
+    ) -> StepResults:
         """Returns requests whose blocks may be freed.
 
         idle: the step computed nothing, so that the call may wait briefly for them.
@@ -218,7 +225,7 @@ class PrefillWorker(IOThread):
         else:
             self._idle.worked()
         with self.lock:
-            return self.producer.take_free()
+            return StepResults(sent=self.producer.take_free())
 
     def _publish_when(self, written: Event | None, layers: int) -> None:
         with self.lock:
@@ -267,7 +274,7 @@ class PrefillWorker(IOThread):
                 f"decode rank at {printable(host, 64)}:{port} has not answered for {SILENT_S:g} s: it is "
                 "down, was restarted since the request was sent, or has another control_key_file"
             )
-            self.quiet.warning("silent", text)
+            self.limited_log.warning("silent", text)
         if self._on_news is not None:
             self.attempt("news", self._on_news)
 
@@ -291,7 +298,7 @@ class PrefillWorker(IOThread):
                     self.producer.fail_endpoint(endpoint)
                 name = printable(f"{endpoint[0]}:{endpoint[1]}", 128)
                 text = f"decode rank at {name} can't be talked to, its transfers end: {printable(str(error))}"
-                self.quiet.error("endpoint", text)
+                self.limited_log.error("endpoint", text)
 
     def _take(self, now: float, endpoint: Endpoint, frames: list[zmq.Frame]) -> None:
         if len(frames) == 1:
@@ -316,11 +323,11 @@ class PrefillWorker(IOThread):
             refused = link.refused if link is not None else ""
         if refused:
             text = f"decode rank at {endpoint[0]}:{endpoint[1]} refuses this engine: {printable(refused)}"
-            self.quiet.error("refused", text)
+            self.limited_log.error("refused", text)
 
     def _refuse(self, endpoint: Endpoint, kind: str, reason: str) -> None:
         self.frames_refused += 1
-        self.quiet.error(kind, f"decode rank at {endpoint[0]}:{endpoint[1]}: {printable(reason)}")
+        self.limited_log.error(kind, f"decode rank at {endpoint[0]}:{endpoint[1]}: {printable(reason)}")
 
     def _socket(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
         """Returns the connection to an endpoint. Raises EndpointError, HostError, ZMQError."""

@@ -145,7 +145,7 @@ void check_options(const Options& options) {
   }
 }
 
-// A line belongs to one region, and what shares a line doesn't depend on where the host's allocator put a buffer.
+// A line belongs to one region, and its neighbours on a line don't depend on where the host's allocator put a buffer.
 void check_region(const void* data, size_t bytes, const std::string& name) {
   if (reinterpret_cast<uintptr_t>(data) % kLineBytes) {
     throw std::invalid_argument("region " + name + " must start on 64 bytes, as the device's buffers do");

@@ -60,7 +60,7 @@ class PipeState {
   QueueState* init_queue(QueuePipes pipes, uint32_t depth, uint32_t buffers, uint32_t bytes, SiteId site);
   UbExtent init_buffer(uint32_t bytes, SiteId site);
   // Ends every queue and forgets buffers and event ids, so that the unified buffer can be handed out anew. Waits for the
-  // queues' freed buffers only: other instructions may still be at work on what is handed out next.
+  // queues' freed buffers only: other instructions may still be at work on the buffer handed out next.
   void reset(SiteId site);
   // Ends every queue and waits for all pipes.
   void destroy();

@@ -24,16 +24,16 @@ class ResidencyHandle {
   ResidencyHandle(const Tensor& tags, const Tensor& ages, const Tensor& hands, const Tensor& high,
                   const std::string& policy)
       : tensors_{tags.object(), ages.object(), hands.object(), high.object()} {
-    const std::int64_t rows = tags.extent(0);
+    const std::int64_t partitions = tags.extent(0);
     const std::int64_t sets = tags.extent(1);
     const std::int64_t ways = tags.extent(2);
     view.tags = data_of<std::int32_t, 3>(tags, "tags", {kAny, kAny, kAny});
-    view.ages = data_of<std::uint8_t, 3>(ages, "ages", {rows, sets, ways});
-    view.hands = data_of<std::uint8_t, 2>(hands, "hands", {rows, sets});
-    view.high = data_of<std::int32_t, 1>(high, "high", {rows});
+    view.ages = data_of<std::uint8_t, 3>(ages, "ages", {partitions, sets, ways});
+    view.hands = data_of<std::uint8_t, 2>(hands, "hands", {partitions, sets});
+    view.high = data_of<std::int32_t, 1>(high, "high", {partitions});
     require(ways == 16 || ways == 32, "tags: ways must be 16 or 32, got ", ways);
     require(sets > 0 && (sets & (sets - 1)) == 0, "tags: the number of sets must be a power of two, got ", sets);
-    view.rows = rows;
+    view.partitions = partitions;
     view.sets = sets;
     view.ways = static_cast<int>(ways);
     const std::optional<Policy> known = policy_named(policy);
@@ -191,14 +191,14 @@ std::int64_t py_gather(const Tensor& topk, const Tensor& query_start_loc, const 
   view.topk = data_of<std::int32_t, 2>(topk, "topk", {kAny, kAny});
   view.tokens = topk.extent(0);
   view.width = topk.extent(1);
-  view.rows = selection.extent(0);
+  view.partitions = selection.extent(0);
   view.queries = selection.extent(1);
   view.table_width = block_table.extent(1);
   view.seq_lens = data_of<std::int32_t, 1>(seq_lens, "seq_lens", {requests.count});
   view.block_table = data_of<std::int32_t, 2>(block_table, "block_table", {kAny, kAny});
   view.new_rows = data_of<std::uint8_t, 2>(new_rows, "new_rows", {view.tokens, host_pool.row_bytes});
   view.selection = data_of<std::uint8_t, 4>(selection, "selection", {kAny, kAny, view.width, host_pool.row_bytes});
-  view.status = data_of<std::int32_t, 3>(status, "status", {view.rows, view.queries, view.width + 1});
+  view.status = data_of<std::int32_t, 3>(status, "status", {view.partitions, view.queries, view.width + 1});
   view.lengths = data_of<std::int32_t, 1>(lengths, "lengths", {kAny});
   require_tokens("lengths", lengths, "topk", view.tokens);
   require_requests("block_table", block_table, requests.count);

@@ -31,7 +31,7 @@ class Collector {
   const std::uint8_t* source(std::int64_t n, std::int64_t t, std::int64_t k, std::int32_t kind, std::int64_t index) {
     if (kind == kPoolHit) {
       require(index >= 0 && index < hot_.slots, "kinds[", t, ", ", k, "]: slot ", index, " is outside the ",
-              hot_.slots, " slots of a row");
+              hot_.slots, " slots of a partition");
       return hot_.data + (requests_.rows[n] * hot_.slots + index) * hot_.row_bytes;
     }
     if (kind == kOldMiss) {
@@ -66,7 +66,7 @@ std::int64_t dsa_serve_compact(const HostPoolView& host, const HotPoolView& hot,
           host.row_bytes);
   require(host.block_size > 0, "host: blocks of no tokens");
   check_starts(requests, compact.tokens, "new_rows");
-  check_rows(requests, hot.rows, "hot pool");
+  check_partitions(requests, hot.partitions, "hot pool");
   thread_local Sources sources;  // kept: one call per layer and step
   sources.assign(static_cast<std::size_t>(compact.tokens * compact.width), nullptr);
   Collector collector(host, hot, requests, compact, sources);
@@ -89,7 +89,7 @@ std::int64_t dsa_serve_compact(const HostPoolView& host, const HotPoolView& hot,
 
 std::int64_t dsa_install(const HotPoolView& hot, const RequestsView& requests, const InstallView& install) {
   check_starts(requests, install.tokens, "selection");
-  check_rows(requests, hot.rows, "hot pool");
+  check_partitions(requests, hot.partitions, "hot pool");
   thread_local std::vector<Copy> copies;
   copies.clear();
   for (std::int64_t n = 0; n < requests.count; ++n) {
@@ -104,7 +104,7 @@ std::int64_t dsa_install(const HotPoolView& hot, const RequestsView& requests, c
       require(position >= 0 && position < positions, "miss_positions[", n, ", ", i, "]: ", position,
               " is outside the request's ", positions, " positions");
       require(slot >= 0 && slot < hot.slots, "miss_slots[", n, ", ", i, "]: ", slot, " is outside the ", hot.slots,
-              " slots of a row");
+              " slots of a partition");
       copies.push_back({install.selection + (requests.first(n) * install.width + position) * hot.row_bytes,
                         hot.data + (requests.rows[n] * hot.slots + slot) * hot.row_bytes});
     }

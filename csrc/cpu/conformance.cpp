@@ -13,7 +13,8 @@ constexpr int kWays = 16;
 void check_residency(const ResidencyView& residency, std::int64_t id_range) {
   require(residency.ways == kWays, "residency: the conformance mode has ", kWays, " ways, not ", residency.ways);
   require(residency.policy == Policy::kFifo, "residency: the conformance mode's policy is fifo");
-  require(residency.slots() <= INT32_MAX, "residency: a row must have less than 2^31 slots, got ", residency.slots());
+  require(residency.slots() <= INT32_MAX, "residency: a partition must have less than 2^31 slots, got ",
+          residency.slots());
   require(id_range > 0, "id_range: must be positive, got ", id_range);
 }
 
@@ -105,7 +106,7 @@ class QueryPlan {
   std::int64_t limit_, oldest_new_;
 };
 
-// One row's install: serial, so that the pointers move the same way for every layer.
+// One partition's install: serial, so that the pointers move the same way for every layer.
 class RowInstall {
  public:
   RowInstall(const ResidencyView& residency, const RecordsView& records, std::int64_t width, std::int64_t id_range,
@@ -154,7 +155,7 @@ void conformance_plan(const RequestsView& requests, const ResidencyView& residen
                       const RecordsView& records) {
   check_residency(residency, plan.id_range);
   check_starts(requests, plan.tokens, "topk");
-  check_rows(requests, residency.rows, "residency");
+  check_partitions(requests, residency.partitions, "residency");
   check_queries(requests, records);
   for (std::int64_t i = 0; i < plan.tokens * plan.width; ++i) {
     plan.kinds[2 * i] = kInvalid;
@@ -174,11 +175,11 @@ void conformance_install(const RequestsView& requests, const ResidencyView& resi
                          const InstallListView& list) {
   check_residency(residency, id_range);
   check_starts(requests, INT32_MAX, "query_start_loc");
-  check_rows(requests, residency.rows, "residency");
+  check_partitions(requests, residency.partitions, "residency");
   check_queries(requests, records);
-  thread_local std::vector<std::uint8_t> seen_rows;
-  seen_rows.resize(std::max(seen_rows.size(), static_cast<std::size_t>(residency.rows)));
-  check_rows_distinct(requests, seen_rows);
+  thread_local std::vector<std::uint8_t> seen_partitions;
+  seen_partitions.resize(std::max(seen_partitions.size(), static_cast<std::size_t>(residency.partitions)));
+  check_partitions_distinct(requests, seen_partitions);
   thread_local IdTable seen;
   thread_local std::vector<std::uint8_t> copied_hands;
   seen.reserve(records.queries * kChunks * records.capacity);

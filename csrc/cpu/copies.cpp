@@ -13,19 +13,19 @@ namespace {
 void collect_request(const HostPoolView& host, const HotPoolView& hot, const MissView& misses, std::int64_t n,
                      std::vector<Copy>& copies) {
   const std::int64_t count = misses.counts[n];
-  require(misses.rows[n] < hot.rows, "rows[", n, "]: ", misses.rows[n], " is outside the hot pool's ", hot.rows,
-          " rows");
+  require(misses.rows[n] < hot.partitions, "rows[", n, "]: ", misses.rows[n], " is outside the hot pool's ",
+          hot.partitions, " partitions");
   require(count >= 0 && count <= misses.capacity, "miss_counts[", n, "]: ", count, " is outside 0..",
           misses.capacity);
   const std::int32_t* ids = misses.ids + n * misses.capacity;
   const std::int32_t* slots = misses.slots + n * misses.capacity;
   const std::int32_t* table = misses.block_table + n * misses.table_width;
-  std::uint8_t* row = hot.data + misses.rows[n] * hot.slots * hot.row_bytes;
+  std::uint8_t* partition = hot.data + misses.rows[n] * hot.slots * hot.row_bytes;
   for (std::int64_t i = 0; i < count; ++i) {
     require(ids[i] >= 0, "miss_ids[", n, ", ", i, "]: negative id ", ids[i]);
     require(slots[i] >= 0 && slots[i] < hot.slots, "miss_slots[", n, ", ", i, "]: ", slots[i], " is outside the ",
-            hot.slots, " slots of a row");
-    copies.push_back({host_row(host, table, misses.table_width, ids[i], n), row + slots[i] * hot.row_bytes});
+            hot.slots, " slots of a partition");
+    copies.push_back({host_row(host, table, misses.table_width, ids[i], n), partition + slots[i] * hot.row_bytes});
   }
 }
 
@@ -98,8 +98,8 @@ void write_rows(const HotPoolView& hot, const std::int32_t* rows, const std::uin
                 const std::int32_t* slots, std::int64_t tokens) {
   for (std::int64_t t = 0; t < tokens; ++t) {
     require(slots[t] >= -1 && slots[t] < hot.slots, "slots[", t, "]: ", slots[t], " is outside -1..", hot.slots - 1);
-    require(slots[t] < 0 || (rows[t] >= 0 && rows[t] < hot.rows), "rows[", t, "]: ", rows[t],
-            " is outside the hot pool's ", hot.rows, " rows");
+    require(slots[t] < 0 || (rows[t] >= 0 && rows[t] < hot.partitions), "rows[", t, "]: ", rows[t],
+            " is outside the hot pool's ", hot.partitions, " partitions");
   }
   for (std::int64_t t = 0; t < tokens; ++t) {
     if (slots[t] < 0) continue;

@@ -14,8 +14,8 @@ struct HostPoolView {
 };
 
 struct HotPoolView {
-  std::uint8_t* data;  // [rows, slots, row_bytes]
-  std::int64_t rows;
+  std::uint8_t* data;  // [partitions, slots, row_bytes]
+  std::int64_t partitions;
   std::int64_t slots;
   std::int64_t row_bytes;
 };
@@ -34,7 +34,7 @@ struct MissView {
 // Fetches every miss into its slot; returns the bytes copied.
 std::int64_t dsa_serve(const HostPoolView& host, const HotPoolView& hot, const MissView& misses);
 
-// new_rows [tokens, row_bytes] into slot slots[t] of row rows[t]; slot -1: skip.
+// new_rows [tokens, row_bytes] into slot slots[t] of partition rows[t]; slot -1: skip.
 void write_rows(const HotPoolView& hot, const std::int32_t* rows, const std::uint8_t* new_rows,
                 const std::int32_t* slots, std::int64_t tokens);
 

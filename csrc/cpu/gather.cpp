@@ -131,14 +131,14 @@ class Gatherer {
   Scratch& scratch_;
 };
 
-std::int32_t* status_of(const GatherView& gather, std::int64_t row, std::int64_t query) {
-  return gather.status + (row * gather.queries + query) * (gather.width + 1);
+std::int32_t* status_of(const GatherView& gather, std::int64_t partition, std::int64_t query) {
+  return gather.status + (partition * gather.queries + query) * (gather.width + 1);
 }
 
 void check_request(const HostPoolView& host, const RequestsView& requests, const GatherView& gather, std::int64_t n) {
   const std::int64_t query_len = requests.query_len(n);
   const std::int64_t stable = gather.seq_lens[n] - query_len;
-  require(query_len <= gather.queries, "selection: ", gather.queries, " queries per row are too few for the ",
+  require(query_len <= gather.queries, "selection: ", gather.queries, " queries per partition are too few for the ",
           query_len, " of request ", n);
   require(stable >= 0, "seq_lens[", n, "]: ", gather.seq_lens[n], " is less than the query length ", query_len);
   for (std::int64_t s = 0; s < query_len; ++s) {
@@ -155,7 +155,7 @@ void check_request(const HostPoolView& host, const RequestsView& requests, const
 
 std::int64_t gather_request(Gatherer& gatherer, const HostPoolView& host, const RequestsView& requests,
                             const GatherView& gather, std::int64_t n) {
-  const std::int64_t row = requests.rows[n];
+  const std::int64_t partition = requests.rows[n];
   const std::int64_t query_len = requests.query_len(n);
   std::int64_t fetched = 0;
   for (std::int64_t s = 0; s < query_len; ++s) {
@@ -165,12 +165,12 @@ std::int64_t gather_request(Gatherer& gatherer, const HostPoolView& host, const 
     query.token = query.first + s;
     query.stable = static_cast<std::int32_t>(gather.seq_lens[n] - query_len);
     query.limit = static_cast<std::int32_t>(query.stable + s);
-    query.rows = gather.selection + (row * gather.queries + s) * gather.width * host.row_bytes;
-    query.status = status_of(gather, row, s);
+    query.rows = gather.selection + (partition * gather.queries + s) * gather.width * host.row_bytes;
+    query.status = status_of(gather, partition, s);
     fetched += gatherer.run(query);
   }
   // A draft that is accepted later must not meet the row of one rejected earlier.
-  for (std::int64_t s = query_len; s < gather.queries; ++s) status_of(gather, row, s)[gather.width] = 0;
+  for (std::int64_t s = query_len; s < gather.queries; ++s) status_of(gather, partition, s)[gather.width] = 0;
   return fetched;
 }
 
@@ -179,10 +179,10 @@ std::int64_t gather_request(Gatherer& gatherer, const HostPoolView& host, const 
 std::int64_t gather_selection(const HostPoolView& host, const RequestsView& requests, const GatherView& gather) {
   require(host.block_size > 0, "host: blocks of no tokens");
   check_starts(requests, gather.tokens, "topk");
-  check_rows(requests, gather.rows, "selection");
+  check_partitions(requests, gather.partitions, "selection");
   thread_local std::vector<std::uint8_t> seen;
-  seen.resize(std::max(seen.size(), static_cast<std::size_t>(gather.rows)));
-  check_rows_distinct(requests, seen);
+  seen.resize(std::max(seen.size(), static_cast<std::size_t>(gather.partitions)));
+  check_partitions_distinct(requests, seen);
   for (std::int64_t n = 0; n < requests.count; ++n) {
     if (requests.active(n)) check_request(host, requests, gather, n);
   }
@@ -196,13 +196,13 @@ std::int64_t gather_selection(const HostPoolView& host, const RequestsView& requ
   return fetched * host.row_bytes;
 }
 
-void gather_reuse(const std::int32_t* status, std::int64_t rows, std::int64_t queries, std::int64_t status_width,
+void gather_reuse(const std::int32_t* status, std::int64_t partitions, std::int64_t queries, std::int64_t status_width,
                   const RequestsView& requests, std::int32_t* lengths, std::int64_t tokens) {
   check_starts(requests, tokens, "lengths");
-  check_rows(requests, rows, "status");
+  check_partitions(requests, partitions, "status");
   for (std::int64_t n = 0; n < requests.count; ++n) {
     require(!requests.active(n) || requests.query_len(n) <= queries, "status: ", queries,
-            " queries per row are too few for the ", requests.query_len(n), " of request ", n);
+            " queries per partition are too few for the ", requests.query_len(n), " of request ", n);
   }
   std::fill(lengths, lengths + tokens, 0);
   for (std::int64_t n = 0; n < requests.count; ++n) {

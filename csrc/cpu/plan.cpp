@@ -15,7 +15,7 @@ void check_residency(const ResidencyView& residency) {
   require(residency.ways == 16 || residency.ways == 32, "residency.tags: ways must be 16 or 32, got ", residency.ways);
   require(residency.sets > 0 && (residency.sets & (residency.sets - 1)) == 0,
           "residency.tags: the number of sets must be a power of two, got ", residency.sets);
-  require(residency.slots() <= INT32_MAX, "residency.tags: a row must have less than 2^31 slots, got ",
+  require(residency.slots() <= INT32_MAX, "residency.tags: a partition must have less than 2^31 slots, got ",
           residency.slots());
 }
 
@@ -36,11 +36,11 @@ std::int64_t check_requests(const PlanInput& in, const ResidencyView& residency,
     require(in.query_start_loc[n + 1] <= in.tokens, "query_start_loc[", n + 1, "]: ", in.query_start_loc[n + 1],
             " exceeds topk's ", in.tokens, " tokens");
     if (in.rows[n] < 0 || q == 0) continue;
-    require(in.rows[n] < residency.rows, "rows[", n, "]: ", in.rows[n], " is outside the residency's ",
-            residency.rows, " rows");
+    require(in.rows[n] < residency.partitions, "rows[", n, "]: ", in.rows[n], " is outside the residency's ",
+            residency.partitions, " partitions");
     require(in.seq_lens[n] >= q, "seq_lens[", n, "]: ", in.seq_lens[n], " is less than the query length ", q);
     require(q * in.width <= residency.slots(), "topk: ", q, " query tokens of ", in.width,
-            " ids do not fit a row of ", residency.slots(), " slots (request ", n, ")");
+            " ids do not fit a partition of ", residency.slots(), " slots (request ", n, ")");
     require(q * in.width <= out.miss_capacity, "out.miss_ids: capacity ", out.miss_capacity,
             " is less than the ", q * in.width, " ids of request ", n);
     most_ids = std::max(most_ids, q * in.width);
@@ -60,7 +60,7 @@ PlanRequestFn select_planner(const ResidencyView& residency) {
 
 RequestJob make_job(const PlanInput& in, const ResidencyView& residency, const PlanOutput& out, std::int64_t n) {
   const std::int64_t first = in.query_start_loc[n];
-  const std::int64_t row = in.rows[n];
+  const std::int64_t partition = in.rows[n];
   RequestJob job{};
   job.topk = in.topk + first * in.width;
   job.slots = out.slots + first * in.width;
@@ -72,10 +72,10 @@ RequestJob make_job(const PlanInput& in, const ResidencyView& residency, const P
     job.kinds = out.kinds + 2 * first * in.width;
     job.miss_positions = out.miss_positions + n * out.miss_capacity;
   }
-  job.tags = residency.tags + row * residency.slots();
-  job.ages = residency.ages + row * residency.slots();
-  job.hands = residency.hands + row * residency.sets;
-  job.high = residency.high + row;
+  job.tags = residency.tags + partition * residency.slots();
+  job.ages = residency.ages + partition * residency.slots();
+  job.hands = residency.hands + partition * residency.sets;
+  job.high = residency.high + partition;
   job.query_tokens = static_cast<std::int32_t>(in.query_start_loc[n + 1] - first);
   job.width = static_cast<std::int32_t>(in.width);
   job.seq_len = in.seq_lens[n];
@@ -83,8 +83,8 @@ RequestJob make_job(const PlanInput& in, const ResidencyView& residency, const P
   return job;
 }
 
-// Request n's row, if its ids cover most of the row's cache lines; otherwise they are fetched one by one.
-NextRowView next_row(const PlanInput& in, const ResidencyView& residency, std::int64_t n) {
+// Request n's partition, if its ids cover most of its cache lines; otherwise they are fetched one by one.
+NextPartitionView next_partition(const PlanInput& in, const ResidencyView& residency, std::int64_t n) {
   if (n >= in.requests || in.rows[n] < 0) return {};
   const std::int64_t ids = (std::int64_t{in.query_start_loc[n + 1]} - in.query_start_loc[n]) * in.width;
   if (residency.slots() > kDense * ids) return {};
@@ -108,8 +108,8 @@ void dsa_plan(const PlanInput& in, const ResidencyView& residency, const PlanOut
   check_residency(residency);
   check_buffers(in, out);
   const std::int64_t most_ids = check_requests(in, residency, out);
-  workspace.reserve(residency.slots(), most_ids, residency.rows);
-  check_rows_distinct({in.query_start_loc, in.rows, in.requests}, workspace.row_seen());
+  workspace.reserve(residency.slots(), most_ids, residency.partitions);
+  check_partitions_distinct({in.query_start_loc, in.rows, in.requests}, workspace.partition_seen());
 
   const PlanRequestFn plan_request = select_planner(residency);
   const Scratch scratch = workspace.scratch();
@@ -127,7 +127,7 @@ void dsa_plan(const PlanInput& in, const ResidencyView& residency, const PlanOut
     RequestJob job = make_job(in, residency, out, n);
     job.fetched = fetched;
     job.expected_misses = n > 0 ? out.miss_counts[n - 1] : 0;  // the requests of a step are similar
-    job.next = next_row(in, residency, n + 1);
+    job.next = next_partition(in, residency, n + 1);
     fetched = job.next.slots > 0;
     plan_request(job, scratch, stats);
   }

@@ -36,7 +36,7 @@ struct Settling {
 
   // 64 slots at a time.
   template <class P>
-  static std::int64_t settle_row(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots) {
+  static std::int64_t settle_partition(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots) {
     std::int64_t count = 0;
     for (std::int64_t first = 0; first < slots; first += 64) {
       const __mmask64 inside = slots - first >= 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << (slots - first)) - 1;

@@ -5,8 +5,8 @@
 //   with_bit<kBit>(ages)       mask of the ways whose age has that bit
 //   fill(ages, ways, value)    ages of `ways` become `value`
 //   add(ages, ways, delta)     ages of `ways` grow by `delta`
-//   settle_row<P>(ages, needed, slots)   gives the needed slots of a row their age after a hit, by policy P; returns
-//                              how many there are; `needed` holds 0 and 1 only
+//   settle_partition<P>(ages, needed, slots)   gives the needed slots of a partition their age after a hit, by policy
+//                              P; returns their number; `needed` holds 0 and 1 only
 //   settle_block(...)          settle_position for 16 positions, see lanes.h
 //
 // Everything here has internal linkage and uses no library templates: a linker that merged an inline function
@@ -31,12 +31,15 @@ inline int first_from(std::uint32_t mask, int from) {
   return (from + __builtin_ctzll(doubled >> from)) & (W - 1);
 }
 
-// Prefetches the next request's row into the cache while this one is planned, a few lines at a time throughout the
-// plan: a core has a couple of dozen outstanding line fetches, and a larger burst would delay the look-ups behind it.
-class NextRow {
+// Prefetches the next request's partition into the cache while this one is planned, a few lines at a time throughout
+// the plan: a core has a couple of dozen outstanding line fetches; a larger burst would delay the look-ups behind it.
+class NextPartition {
  public:
-  NextRow(const NextRowView& row, std::int64_t positions, std::int64_t expected_misses)
-      : tags_(row.tags), ages_(row.ages), left_(row.slots), hurry_(left_ / kStep - expected_misses > positions / 8) {}
+  NextPartition(const NextPartitionView& view, std::int64_t positions, std::int64_t expected_misses)
+      : tags_(view.tags),
+        ages_(view.ages),
+        left_(view.slots),
+        hurry_(left_ / kStep - expected_misses > positions / 8) {}
 
   // Called per block of 16 marked ids. Two steps; four if two would leave more steps than there are expected misses.
   void advance_block() {
@@ -47,7 +50,7 @@ class NextRow {
     advance();
   }
 
-  // Called per miss. Does nothing once the whole row is fetched.
+  // Called per miss. Does nothing once the whole partition is fetched.
   void advance() {
     if (left_ <= 0) return;
     __builtin_prefetch(tags_);
@@ -93,8 +96,9 @@ class Marker {
         limit_(static_cast<std::uint32_t>(last_position)),
         fetched_(job.fetched) {}
 
-  [[gnu::noinline]] Marked run(std::int32_t begin, std::int32_t end, Marked marked, NextRow& next_row) const {
-    NextRow next = next_row;
+  [[gnu::noinline]] Marked run(std::int32_t begin, std::int32_t end, Marked marked,
+                               NextPartition& next_partition) const {
+    NextPartition next = next_partition;
     Block blocks[2];
     Block* block = blocks;
     Block* before = nullptr;  // looked up but not settled
@@ -111,13 +115,13 @@ class Marker {
     }
     if (before != nullptr) settle(*before, marked);
     mark_each(i, end, marked);
-    next_row = next;
+    next_partition = next;
     return marked;
   }
 
  private:
   static constexpr std::int32_t kBlock = 16;
-  static constexpr std::int32_t kAhead = 48;  // look-ahead in ids, for a row that was not fetched as a whole
+  static constexpr std::int32_t kAhead = 48;  // look-ahead in ids, for a partition that was not fetched as a whole
 
   struct Block {
     alignas(64) std::uint32_t bases[kBlock];  // first slot of the id's set
@@ -209,7 +213,7 @@ class RequestPlan {
  public:
   RequestPlan(const RequestJob& job, const Scratch& scratch, PlanStats& stats)
       : job_(job), scratch_(scratch), stats_(stats), set_mask_(job.sets - 1), stable_(job.seq_len - job.query_tokens),
-        next_row_(job.next, std::int64_t{job.query_tokens} * job.width, job.expected_misses) {}
+        next_partition_(job.next, std::int64_t{job.query_tokens} * job.width, job.expected_misses) {}
 
   void run() {
     drop_unstable();
@@ -220,7 +224,7 @@ class RequestPlan {
     settle_hits();
     if (job_.kinds != nullptr) describe();
     displace(install_pending());
-    next_row_.finish();
+    next_partition_.finish();
     place_unchosen_new_tokens();
     *job_.miss_count = miss_count_;
     stats_.misses += miss_count_;
@@ -262,7 +266,7 @@ class RequestPlan {
     const std::int32_t begin = token * job_.width;
     const Marker<W> marker(job_, scratch_, stable_ + token);
     const Marked marked =
-        marker.run(begin, begin + job_.width, {scratch_.pending + pending_count_, 0}, next_row_);
+        marker.run(begin, begin + job_.width, {scratch_.pending + pending_count_, 0}, next_partition_);
     const auto pending = static_cast<std::int32_t>(marked.pending - scratch_.pending);
     hit_positions_ += job_.width - marked.invalid - (pending - pending_count_);
     pending_count_ = pending;
@@ -272,7 +276,7 @@ class RequestPlan {
   // The policy learns of the hits slot by slot, once for each however many positions have it.
   void settle_hits() {
     const std::int64_t hits =
-        dense() ? Vec::template settle_row<P>(job_.ages, scratch_.needed, slots()) : settle_each();
+        dense() ? Vec::template settle_partition<P>(job_.ages, scratch_.needed, slots()) : settle_each();
     stats_.hits += hits;
     stats_.duplicates += hit_positions_ - hits;
   }
@@ -315,7 +319,7 @@ class RequestPlan {
   std::int32_t install_pending() {
     std::int32_t overflow = 0;
     for (std::int32_t i = 0; i < pending_count_; ++i) {
-      next_row_.advance();
+      next_partition_.advance();
       const std::int32_t at = scratch_.pending[i];
       const std::int32_t id = job_.topk[at];
       const std::int32_t set = set_of(id);
@@ -389,7 +393,7 @@ class RequestPlan {
     return way;
   }
 
-  // I-4: the id's own set is full of ids that this step needs. Any other slot of the row serves the step; left
+  // I-4: the id's own set is full of ids that this step needs. Any other slot of the partition serves the step; left
   // untagged, it is forgotten afterwards.
   std::int32_t displace_id(std::int32_t id) {
     const std::int32_t home = set_of(id);
@@ -457,7 +461,7 @@ class RequestPlan {
   PlanStats& stats_;
   const std::int32_t set_mask_;
   const std::int32_t stable_;
-  NextRow next_row_;
+  NextPartition next_partition_;
   std::int32_t pending_count_ = 0;
   std::int32_t displaced_count_ = 0;
   std::int32_t miss_count_ = 0;

@@ -74,7 +74,7 @@ struct Lanes {
   }
 
   template <class P>
-  static std::int64_t settle_row(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots) {
+  static std::int64_t settle_partition(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots) {
     std::int64_t count = 0;
     for (std::int64_t first = 0; first < slots; first += 16) {
       const uint8x16_t used = vld1q_u8(needed + first);

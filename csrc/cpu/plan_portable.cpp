@@ -40,7 +40,7 @@ struct Lanes {
   }
 
   template <class P>
-  static std::int64_t settle_row(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots) {
+  static std::int64_t settle_partition(std::uint8_t* ages, const std::uint8_t* needed, std::int64_t slots) {
     std::int64_t count = 0;
     for (std::int64_t slot = 0; slot < slots; ++slot) {
       count += needed[slot];

@@ -1,4 +1,4 @@
-// Inputs of one request's plan, resolved to its row: the interface between plan.cpp and the kernels of each ISA.
+// Inputs of one request's plan, resolved to its partition: the interface between plan.cpp and the kernels of each ISA.
 #pragma once
 
 #include "residency.h"
@@ -6,11 +6,11 @@
 
 namespace kvoffload {
 
-// Maximum slots per id at which one pass over a row is cheaper than visiting each id's own set.
+// Maximum slots per id at which one pass over a partition is cheaper than visiting each id's own set.
 inline constexpr std::int64_t kDense = 16;
 
-// The row of the request planned next, prefetched in the meantime.
-struct NextRowView {
+// The partition of the request planned next, prefetched in the meantime.
+struct NextPartitionView {
   const std::int32_t* tags;
   const std::uint8_t* ages;
   std::int64_t slots;  // 0: none
@@ -25,7 +25,7 @@ struct RequestJob {
   std::int32_t* miss_count;
   std::int32_t* kinds;           // [query_tokens, width, 2], or null
   std::int32_t* miss_positions;  // as miss_ids, or null
-  std::int32_t* tags;   // [sets, ways] of the request's row
+  std::int32_t* tags;   // [sets, ways] of the request's partition
   std::uint8_t* ages;   // [sets, ways]
   std::uint8_t* hands;  // [sets]
   std::int32_t* high;
@@ -34,8 +34,8 @@ struct RequestJob {
   std::int32_t seq_len;
   std::int32_t sets;
   std::int32_t expected_misses;  // a guess, for pacing only
-  bool fetched;      // the previous request had this row as its `next`
-  NextRowView next;
+  bool fetched;      // the previous request had this partition as its `next`
+  NextPartitionView next;
 };
 
 using PlanRequestFn = void (*)(const RequestJob&, const Scratch&, PlanStats&);

@@ -14,14 +14,14 @@ void check_starts(const RequestsView& requests, std::int64_t tokens, const char*
   }
 }
 
-void check_rows(const RequestsView& requests, std::int64_t rows, const char* owner) {
+void check_partitions(const RequestsView& requests, std::int64_t partitions, const char* owner) {
   for (std::int64_t n = 0; n < requests.count; ++n) {
-    require(!requests.active(n) || requests.rows[n] < rows, "rows[", n, "]: ", requests.rows[n], " is outside the ",
-            owner, "'s ", rows, " rows");
+    require(!requests.active(n) || requests.rows[n] < partitions, "rows[", n, "]: ", requests.rows[n],
+            " is outside the ", owner, "'s ", partitions, " partitions");
   }
 }
 
-void check_rows_distinct(const RequestsView& requests, std::vector<std::uint8_t>& seen) {
+void check_partitions_distinct(const RequestsView& requests, std::vector<std::uint8_t>& seen) {
   std::int64_t clash = -1;
   std::int64_t marked = 0;
   for (; marked < requests.count && clash < 0; ++marked) {
@@ -33,7 +33,7 @@ void check_rows_distinct(const RequestsView& requests, std::vector<std::uint8_t>
   for (std::int64_t n = 0; n < marked; ++n) {
     if (requests.active(n)) seen[static_cast<std::size_t>(requests.rows[n])] = 0;
   }
-  require(clash < 0, "rows[", clash, "]: row ", clash < 0 ? 0 : requests.rows[clash],
+  require(clash < 0, "rows[", clash, "]: partition ", clash < 0 ? 0 : requests.rows[clash],
           " belongs to an earlier request too");
 }
 

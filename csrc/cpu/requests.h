@@ -1,4 +1,4 @@
-// Checks the assignment of a step's tokens to requests and rows.
+// Checks the assignment of a step's tokens to requests and partitions (the argument `rows`).
 #pragma once
 
 #include <cstdint>
@@ -20,11 +20,11 @@ struct RequestsView {
 // Checks: starts at 0, does not decrease, ends within `tokens`; `owner` names the argument with `tokens` entries.
 void check_starts(const RequestsView& requests, std::int64_t tokens, const char* owner);
 
-// Checks that rows of active requests are below `rows`; `owner` names the argument with `rows` entries.
-void check_rows(const RequestsView& requests, std::int64_t rows, const char* owner);
+// Checks that partitions of active requests are below `partitions`; `owner` names the argument that has them.
+void check_partitions(const RequestsView& requests, std::int64_t partitions, const char* owner);
 
-// Checks that rows are unique: requests sharing a row would overwrite each other's state in the step. Rows must have
-// been range-checked; `seen` has one entry per row, all zero before and after.
-void check_rows_distinct(const RequestsView& requests, std::vector<std::uint8_t>& seen);
+// Checks that partitions are unique: requests sharing one would overwrite each other's state in the step. They must
+// have been range-checked; `seen` has one entry per partition, all zero before and after.
+void check_partitions_distinct(const RequestsView& requests, std::vector<std::uint8_t>& seen);
 
 }  // namespace kvoffload

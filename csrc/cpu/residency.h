@@ -8,13 +8,13 @@
 
 namespace kvoffload {
 
-// Tokens in the slots of a row. Slot number = set * ways + way; an id lives in set `id & (sets - 1)` only.
+// Tokens in the slots of a partition. Slot number = set * ways + way; an id lives in set `id & (sets - 1)` only.
 struct ResidencyView {
-  std::int32_t* tags;   // [rows, sets, ways], -1: empty
-  std::uint8_t* ages;   // [rows, sets, ways], the policy's bits of each slot
-  std::uint8_t* hands;  // [rows, sets]
-  std::int32_t* high;   // [rows], largest seq_len planned since the last roll-back, 0 after a reset
-  std::int64_t rows;
+  std::int32_t* tags;   // [partitions, sets, ways], -1: empty
+  std::uint8_t* ages;   // [partitions, sets, ways], the policy's bits of each slot
+  std::uint8_t* hands;  // [partitions, sets]
+  std::int32_t* high;   // [partitions], largest seq_len planned since the last roll-back, 0 after a reset
+  std::int64_t partitions;
   std::int64_t sets;  // power of two
   int ways;           // 16 or 32
   Policy policy;

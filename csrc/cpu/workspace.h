@@ -1,5 +1,5 @@
 // Scratch of one planning thread. Every call leaves it as it found it (all zero / all -1 where that matters), so a
-// call pays for its ids (up to 16 bytes of a pass over the row for each) and never for the size of the pool.
+// call pays for its ids (up to 16 bytes of a pass over the partition for each) and never for the size of the pool.
 #pragma once
 
 #include <cstdint>
@@ -20,14 +20,14 @@ struct Scratch {
 class Workspace {
  public:
   // Grows, never shrinks. `ids`: most top-k positions of one request.
-  void reserve(std::int64_t slots, std::int64_t ids, std::int64_t rows);
+  void reserve(std::int64_t slots, std::int64_t ids, std::int64_t partitions);
   Scratch scratch();
-  std::vector<std::uint8_t>& row_seen() { return row_seen_; }
+  std::vector<std::uint8_t>& partition_seen() { return partition_seen_; }
 
  private:
   std::vector<std::uint8_t> needed_;
   std::vector<std::int32_t> pending_, displaced_id_, displaced_slot_, displaced_used_;
-  std::vector<std::uint8_t> row_seen_;  // [rows], all zero between calls
+  std::vector<std::uint8_t> partition_seen_;  // [partitions], all zero between calls
   int displaced_bits_ = 0;
 };
 

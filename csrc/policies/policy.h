@@ -1,11 +1,11 @@
-// What a replacement policy is made of, on the CPU (csrc/cpu) and on the NPU (csrc/ascendc) alike. The meaning is that of
+// Parameters of a replacement policy, on the CPU (csrc/cpu) and on the NPU (csrc/ascendc) alike. The meaning is that of
 // the module of the same name in vllm_kvoffload/policies.
 //
 // A policy is a struct with
 //   kAgeBits                bits of state of each slot, its age: 0 to kMaxAgeBits
 //   kNewAge                 age of a row that was just placed
 //   kHitLowers, kHitFloor   a hit lowers a row's age by kHitLowers, but not below kHitFloor; once per step, however many
-//                           query tokens chose the row. kHitLowers is kToFloor where the age before does not matter
+//                           query tokens selected the row. kHitLowers is kToFloor where the age before does not matter
 //   victim(ages, unneeded, hand)
 //                           the way that is replaced: one of `unneeded` (a mask of the ways that the step does not
 //                           need, never 0). The hand stands behind the last victim and moves behind this one. May

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -31,14 +32,14 @@ from vllm_kvoffload.platforms.ascend.kernels import KernelRows
 from vllm_kvoffload.platforms.ascend.offload import AscendOffload
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows, SplitRows
 from vllm_kvoffload.platforms.ascend.runner import bind_offload
-from vllm_kvoffload.runtime import CpuRuntime, DelayPlan
-from vllm_kvoffload.runtime.npu import NpuRuntime
+from vllm_kvoffload.runtime import CPURuntime, DelayPlan
+from vllm_kvoffload.runtime.npu import NPURuntime
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.manager import SparseKVManager
 
-from simulated_device import NPU, device_op, on_npu, plain  # isort: skip
-from simulated_npu import SimulatedNpu, scatter_nd_update, sparse_copy  # isort: skip
+from tests.ascend.simulated_device import NPU, device_op, on_npu, plain  # isort: skip
+from tests.ascend.simulated_npu import SimulatedNPU, scatter_nd_update, sparse_copy  # isort: skip
 
 HIDDEN, HEADS, Q_LORA, LATENT, ROPE, NOPE, VALUE = 48, 4, 32, 64, 16, 24, 24
 INDEX_HEADS, INDEX_DIM, TOPK, BLOCK, SLOTS, BLOCKS, MAX_LEN = 8, 32, 32, 16, 64, 24, 128
@@ -62,7 +63,7 @@ class Setup:
     delivery: str = "in_place"
     drafts: int = 0
     slots: int = SLOTS
-    kernels: Callable[[SimulatedNpu], Any] | None = None
+    kernels: Callable[[SimulatedNPU], Any] | None = None
     kinds: tuple[str, ...] = TYPES
     seqs: int = 2
 
@@ -274,13 +275,20 @@ def make_step(requests: dict[str, tuple[int, int]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def forward_context(metadata: dict[str, Any], drafts: Sequence[dict[str, Any]] = ()) -> Any:
+    """Upstream's forward context as far as a pass without graphs looks at it."""
+    return SimpleNamespace(
+        attn_metadata=metadata, draft_attn_metadatas=drafts, cudagraph_runtime_mode=CUDAGraphMode.NONE
+    )
+
+
 class Adapter:
     """All layers of a rank. host: the host pool of rank 0, for the others."""
 
     def __init__(
         self, setup: Setup, rank: int = 0, ranks: Ranks = ALONE, host: Sequence[SplitRows] | None = None
     ) -> None:
-        self.setup, self.npu = setup, SimulatedNpu()
+        self.setup, self.npu = setup, SimulatedNPU()
         buffer = setup.put(torch.zeros((96, TOPK), dtype=torch.int32))
         layers = range(len(setup.types))
         self.impls = [make_impl(layer, buffer, setup, rank, ranks) for layer in layers]
@@ -325,7 +333,7 @@ class Adapter:
                 host.append(SplitRows(parts, [part.data_ptr() for part in parts]))
         self.host = host
         delays = None if setup.seed is None else DelayPlan(setup.seed, max_ms=3)
-        self.runtime = NpuRuntime(self.npu, 0, CpuRuntime(delays))
+        self.runtime = NPURuntime(self.npu, 0, CPURuntime(delays))
         planning = None
         if self.kernels is not None:
             planning = device_planning(self.kernels, setup.device, geometry, config, MAX_LEN // BLOCK)
@@ -339,11 +347,7 @@ class Adapter:
             self.runtime.shutdown()
             raise
         self.offload = offload = object.__new__(AscendOffload)
-        offload.geometry, offload.manager = geometry, manager
-        offload.graphs = decode_graphs(manager)
-        offload._target = offload._draft = None
-        offload._drafts = 0
-        offload._req_ids = lambda: self.names
+        offload.manager, offload.graphs = manager, decode_graphs(manager)
         for layer, impl in enumerate(self.impls):
             bind_offload(impl, offload, layer)
 
@@ -352,13 +356,22 @@ class Adapter:
         assert self.offload is not None
         return self.offload.manager
 
+    def target(self, metadata: dict[str, Any], hidden: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """The target's forward pass with metadata by kind of layer; outputs of all layers."""
+        with self.target_pass(forward_context(metadata)):
+            return self._forward(range(len(TYPES)), hidden, metadata, count)
+
+    def target_pass(self, context: Any) -> AbstractContextManager[None]:
+        """What the runner opens around it."""
+        return nullcontext() if self.offload is None else self.offload.target_pass(context, self.names)
+
     def run(self, step: dict[str, Any], pad: int = 0) -> list[torch.Tensor]:
         """One step through upstream's forward; outputs of all layers, without padding."""
         self.names = step["names"]
         self.common = common_metadata(step, pad, self.setup)
         metadata = {kind: builder.build(0, self.common) for kind, builder in self.builders.items()}
         hidden = torch.nn.functional.pad(step["hidden"], (0, 0, 0, pad)).to(self.setup.dtype)
-        return self._forward(range(len(TYPES)), self.setup.put(hidden), metadata, len(step["hidden"]))
+        return self.target(metadata, self.setup.put(hidden), len(step["hidden"]))
 
     def _forward(
         self, layers: range, hidden: torch.Tensor, metadata: dict[str, Any], count: int
@@ -392,11 +405,14 @@ class Adapter:
                 made.seq_lens = torch.minimum(made.seq_lens, (common.positions[:count] + 1).to(torch.int32))
             metadata.append(made)
         outputs = []
+        passes = [{"full": made} for made in metadata]
         for index, made in enumerate(metadata):
             tokens = int(made.num_actual_tokens)
             g = torch.Generator().manual_seed(sum(step["lengths"]) + 1000 * index)
             hidden = torch.randn((made.num_input_tokens, HIDDEN), generator=g).to(setup.dtype)
-            outputs += self._forward(mtp, setup.put(hidden), {"full": made}, tokens)
+            context = forward_context(passes[index], passes)
+            with nullcontext() if self.offload is None else self.offload.draft_pass(context, self.names):
+                outputs += self._forward(mtp, setup.put(hidden), passes[index], tokens)
         return outputs
 
     def run_all(self, steps: int | None = None) -> Iterator[list[torch.Tensor]]:

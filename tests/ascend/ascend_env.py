@@ -1,7 +1,7 @@
 """The Ascend environment: the released vllm-ascend over vLLM's and torch_npu's own Python code, without an
 NPU.
 
-    python ascend_env.py FOLDER
+    python -m tests.ascend.ascend_env FOLDER
 
 A folder for PYTHONPATH, put together from the package index by plain pip:
 vllm-ascend's source distribution, the Python files of vLLM's CPU wheel of the same release, torch_npu over
@@ -20,10 +20,10 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-from cann_stub import make_stubs
+from tests import ROOT
+from tests.ascend.cann_stub import make_stubs
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
 VLLM, VLLM_ASCEND, TORCH_NPU = "0.23.0", "0.23.0.post1", "2.13.0"
 BUILD_TOOLS = ("setuptools", "setuptools-scm", "wheel")  # to read a source distribution's metadata
 COMPANIONS = ("gguf==0.19.0", "openai-harmony==0.0.8", "scipy==1.17.1")
@@ -147,7 +147,7 @@ def make(folder: Path) -> Path:
 
 def variables(environment: Path, *extra: Path) -> dict[str, str]:
     """Environment variables of a process that uses it. extra: further folders to import from."""
-    paths = [*extra, environment / "site", HERE, ROOT] if (ROOT / "vllm_kvoffload").is_dir() else []
+    paths = [*extra, environment / "site", ROOT] if (ROOT / "vllm_kvoffload").is_dir() else []
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),

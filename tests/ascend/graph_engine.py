@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from adapter_model import BLOCK, HIDDEN, MAX_LEN, TYPES, Adapter, Setup, cos_and_sin
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.forward_context import override_forward_context
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
@@ -26,11 +25,12 @@ from vllm_ascend.compilation import acl_graph
 from vllm_ascend.ops import mla
 from vllm_ascend.worker import model_runner_v1
 
+from tests.ascend.adapter_model import BLOCK, HIDDEN, MAX_LEN, TYPES, Adapter, Setup, cos_and_sin
 from vllm_kvoffload.platforms.ascend.attention import KVOffloadSFABackend
 from vllm_kvoffload.platforms.ascend.checks import ATTENTION_OP
 from vllm_kvoffload.platforms.ascend.runner import KVOffloadNPUModelRunner
 
-from simulated_graph import Graph, add_graphs  # isort: skip
+from tests.ascend.simulated_graph import Graph, add_graphs  # isort: skip
 
 MAX_TOKENS, SIZES = 96, [1, 2, 4]
 WIDTH = MAX_LEN // BLOCK
@@ -193,7 +193,7 @@ class Engine:
             input_batch=SimpleNamespace(
                 block_table=Tables([blocks]), num_computed_tokens_cpu_tensor=torch.zeros(seqs),
                 num_prompt_tokens_cpu_tensor=torch.zeros(seqs), num_computed_tokens_cpu=np.ones(seqs),
-                lora_id_to_lora_request={},
+                lora_id_to_lora_request={}, req_ids=(),
             ),
             query_start_loc=buffer(MAX_TOKENS + 1), query_pos=buffer(MAX_TOKENS),
             arange_np=np.arange(MAX_TOKENS), seq_lens=ints(seqs),
@@ -221,7 +221,7 @@ class Engine:
     def load(self, made: dict[str, Any]) -> None:
         """A step's inputs into upstream's buffers."""
         runner, count, requests = self.runner, len(made["hidden"]), len(made["names"])
-        self.adapter.names = made["names"]
+        self.adapter.names = runner.input_batch.req_ids = made["names"]
         starts = runner.query_start_loc
         starts.np[: requests + 1] = made["starts"]
         starts.np[requests + 1 :] = count

@@ -7,44 +7,30 @@ platform.
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import vllm_ascend.worker.worker  # noqa: F401  # the only order in which upstream's modules can be imported
-from adapter_model import (
-    BLOCK,
+
+from tests.ascend.adapter_model import (
     STEPS,
     TYPES,
     Adapter,
     Ranks,
     Setup,
-    common_metadata,
-    make_builder,
     make_step,
     patch_tables,
 )
-from kernel_stand_ins import CoreKernels, TwinKernels
-from simulated_device import NPU, plain, syncs, watched
-from simulated_npu import install
-from vllm.config import CUDAGraphMode
-from vllm.v1.worker.utils import AttentionGroup
-from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec
-
-from vllm_kvoffload.platforms.ascend.attention import (
-    KVOffloadSFABackend,
-    KVOffloadSFAMetadataBuilder,
-    step_batch,
-)
+from tests.ascend.kernel_stand_ins import CoreKernels, TwinKernels
+from tests.ascend.simulated_device import NPU, plain, syncs, watched
+from tests.ascend.simulated_npu import install
 from vllm_kvoffload.platforms.ascend.rows import PortableRows
-from vllm_kvoffload.platforms.ascend.runner import KVOffloadNPUModelRunner
 from vllm_kvoffload.runtime.npu import DeviceLane
 from vllm_kvoffload.settings.errors import ConfigError
 
@@ -175,7 +161,7 @@ def test_same_outputs_with_a_prefix_that_is_written_in_the_same_step(name: str) 
     made = make_step({"a": (0, 40), "b": (32, 1)})
     made["blocks"][1, :2] = made["blocks"][0, :2]
     outputs = [adapter.run(made) for adapter in adapters]
-    assert adapters[1].manager.step.decode_late
+    assert adapters[1].manager.step.decode_prefix_in_step
     assert differences([outputs[1]], [outputs[0]]) == []
     for adapter in adapters:
         adapter.close()
@@ -202,7 +188,7 @@ def test_same_outputs_with_the_kernels_themselves(delivery: str, drafts: int) ->
 @pytest.mark.skipif(not TWIN, reason="no library of the kernels for the CPU twin")
 def test_sizes_that_the_kernels_can_not_do_are_refused_at_start() -> None:
     """64 slots are 4 sets of 16; the kernel wants 64 sets."""
-    with pytest.raises(ConfigError, match=r"KVOFFLOAD_ASCEND_OPS.*at least 64 per row, got 4.*Fix: "):
+    with pytest.raises(ConfigError, match=r"KVOFFLOAD_ASCEND_OPS.*at least 64 per partition, got 4.*Fix: "):
         Adapter(Setup("portable", device=NPU, kernels=partial(TwinKernels, library=TWIN)))
 
 
@@ -263,14 +249,14 @@ def hold_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         write(*args)
 
     monkeypatch.setattr(PortableRows, "host_write", late)
-    monkeypatch.setattr("vllm_kvoffload.sparse.host_store.HostStore.join", lambda _: None)
+    monkeypatch.setattr("vllm_kvoffload.sparse.host_rows.HostRows.join", lambda _: None)
     return written
 
 
 def test_control_a_rank_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the wait for rank 0's writes another rank reads rows that aren't there yet."""
     written = hold_writes(monkeypatch)
-    monkeypatch.setattr("vllm_kvoffload.sparse.host_store.HostStore.await_own_writes", lambda *_: None)
+    monkeypatch.setattr("vllm_kvoffload.sparse.host_rows.HostRows.await_own_writes", lambda *_: None)
     found = run_ranks(PORTABLE, 2, 6, written.set)
     assert differences(found[1], run_ranks(Setup(), 2, 6)[1])
 
@@ -318,7 +304,7 @@ def test_a_plan_is_made_once_in_a_group_and_followers_are_fetched_ahead() -> Non
     adapter.kernels.calls.clear()
     adapter.run(make_step(STEPS[3]))
     owner = ["dsa_plan", "dsa_serve_rows", "dsa_serve_rows"]  # own rows, then the follower's misses
-    adapter.manager.store.join()
+    adapter.manager.host_rows.join()
     calls, write = adapter.kernels.calls, "host_write_rows"  # by a thread, at any point
     assert calls.count(write) == len(TYPES)
     assert [call for call in calls if call != write] == [*owner, "dsa_serve_rows"] * 2
@@ -386,7 +372,7 @@ def test_control_a_wrong_host_row(name: str) -> None:
     adapter = Adapter(SETUPS[name])
     different = False
     for found, right in zip(adapter.run_all(), expected, strict=True):
-        adapter.manager.store.join()
+        adapter.manager.host_rows.join()
         adapter.caches[1][1].view(-1)[:] += 1.0  # rope parts of layer 1, in host memory
         different |= bool(differences([found], [right]))
     assert different
@@ -401,127 +387,6 @@ def test_control_a_wait_that_does_not_happen(monkeypatch: pytest.MonkeyPatch) ->
     written.set()
     adapter.close()
     assert differences(found, expected)
-
-
-# ---------------------------------------------------------------------------------------------- metadata
-
-
-def test_a_batch_is_read_off_real_metadata() -> None:
-    step = make_step({"a": (5, 3), "b": (0, 2)})
-    common = common_metadata(step, 3, Setup())
-    padded = torch.tensor([0, 3, 5, 5, 5], dtype=torch.int32)  # two requests that are padding
-    common.query_start_loc_cpu, common.num_reqs = padded, 4
-    lengths = torch.tensor([8, 2, 0, 0], dtype=torch.int32)
-    common.block_table_tensor = torch.cat([step["blocks"], step["blocks"]])
-    batch = step_batch(common, lengths, BLOCK)
-    assert batch.query_start_loc.tolist() == [0, 3, 5]
-    assert batch.seq_lens.tolist() == [8, 2]
-    assert torch.equal(batch.slot_mapping, step["slots"])
-    assert torch.equal(batch.block_table, step["blocks"])
-
-
-def test_builders_that_are_asked_for_one_step_have_one_batch() -> None:
-    """Upstream has one for layers with an indexer and one for layers without, since their caches differ."""
-    builders = [make_builder(), make_builder()]
-    common = common_metadata(make_step(STEPS[2]), 0, Setup())
-    first, second = (builder.build(0, common) for builder in builders)
-    assert first is not second
-    assert first.batch is second.batch
-    assert first.causal_ends is second.causal_ends
-    again = builders[0].build(0, common_metadata(make_step(STEPS[2]), 0, Setup()))
-    assert again.batch is not first.batch
-
-
-def runner_with(adapter: Adapter, common: Any, tokens: int) -> Any:
-    """Upstream's runner as far as it makes a step's metadata, for layers with an indexer and without."""
-    groups = [
-        AttentionGroup(KVOffloadSFABackend, [kind], None, 0, [builder])  # type: ignore[arg-type]
-        for kind, builder in adapter.builders.items()
-    ]
-    table = SimpleNamespace(
-        slot_mapping=SimpleNamespace(gpu=common.slot_mapping),
-        get_device_tensor=lambda: common.block_table_tensor,
-    )
-    group = SimpleNamespace(kv_cache_spec=None, layer_names=list(adapter.builders))
-    runner = object.__new__(KVOffloadNPUModelRunner)
-    runner.__dict__.update(
-        kv_cache_config=SimpleNamespace(kv_cache_groups=[group]), attn_groups=[groups], pcp_size=1,
-        optimistic_seq_lens_cpu=common.seq_lens.clone(), dcp_size=1, use_async_spec_decode=False,
-        input_batch=SimpleNamespace(
-            block_table=[table], num_computed_tokens_cpu_tensor=torch.zeros(tokens),
-            num_prompt_tokens_cpu_tensor=torch.zeros(tokens),
-        ),
-        model_config=SimpleNamespace(enable_return_routed_experts=False, is_encoder_decoder=False),
-        query_start_loc=SimpleNamespace(gpu=common.query_start_loc, cpu=common.query_start_loc_cpu),
-        seq_lens=common.seq_lens, actual_seq_lengths_q=[], positions=common.positions, use_compress=False,
-        attn_state=common.attn_state, decode_token_per_req=1, _has_gdn=False, speculative_config=None,
-        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False), enable_hamming_sparse=False,
-        is_mm_prefix_lm=False, drafter=None,
-        vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE)),
-    )  # fmt: skip
-    return runner
-
-
-def test_upstreams_own_runner_makes_metadata_of_one_step() -> None:
-    """Layers that differ in their caches get metadata of their own, and no layer begins the step anew."""
-    adapter, without = Adapter(KERNELS), Adapter(Setup())
-    for step in STEPS[:8]:
-        made = make_step(step)
-        adapter.names, tokens, requests = made["names"], len(made["hidden"]), len(step)
-        common = common_metadata(made, 0, adapter.setup)
-        runner = runner_with(adapter, common, tokens)
-        metadata, _ = runner._build_attention_metadata(
-            tokens, requests, common.max_query_len, num_scheduled_tokens={}
-        )
-        assert metadata["full"] is not metadata["shared"]
-        found = adapter._forward(range(len(TYPES)), made["hidden"], metadata, tokens)
-        assert differences([found], [without.run(made)]) == []
-    assert adapter.manager.stats.decode_steps == sum(
-        any(queries == 1 for _, queries in step.values()) for step in STEPS[:8]
-    )
-    adapter.close()
-
-
-def test_control_batches_of_their_own_begin_the_step_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Forgetful:
-        def __setattr__(self, name: str, value: Any) -> None:
-            pass
-
-    monkeypatch.setattr(KVOffloadSFAMetadataBuilder, "_built", Forgetful())
-    adapter = Adapter(KERNELS)
-    with pytest.raises(RuntimeError, match=r"layer 1, request 0\) out of order"):
-        adapter.run(make_step(STEPS[0]))
-    adapter.close()
-
-
-def test_layers_with_and_without_indexer_have_specs_that_differ() -> None:
-    """By which upstream sorts them into groups."""
-    specs = [
-        AscendMLAAttentionSpec(
-            block_size=128, num_kv_heads=1, head_size=sum(dims), sparse_head_dim=dims, dtype=torch.bfloat16
-        )
-        for dims in ((512, 64, 128), (512, 64, 0))
-    ]
-    assert specs[0] != specs[1]
-    source = inspect.getsource(KVOffloadNPUModelRunner.initialize_attn_backend)
-    assert "key = (full_cls_name, layer_kv_cache_spec)" in source
-
-
-def test_later_drafts_do_not_see_rejected_ones() -> None:
-    """Upstream's lengths count them; ours end at the query's own position."""
-    adapter = Adapter(Setup(drafts=2))
-    step = make_step({"a": (40, 3), "b": (25, 3)})
-    adapter.names = step["names"]
-    adapter.common = common = common_metadata(step, 0, adapter.setup)
-    builder = adapter.builders["full"]
-    positions = step["positions"][torch.tensor([0, 4])]  # two drafts of a were rejected, one of b
-    made = adapter.proposer.attn_update_stack_num_spec_norm(
-        1, builder.build(0, common), common, 2, 2, positions, None,
-        attn_group=adapter.proposer.draft_attn_groups[0],
-    )[1]  # fmt: skip
-    assert made.batch.seq_lens.tolist() == made.seq_lens.tolist() == [42, 28]
-    assert made.causal_ends.tolist() == [42, 28]
-    assert common.seq_lens.tolist() == [43, 28]  # and upstream adds one
 
 
 # ---------------------------------------------------------------------------------- for the CPU platform
@@ -541,7 +406,9 @@ def recorded(adapter: Adapter, indexed: list[Any]) -> list[dict[str, Any]]:
 
         def watched_attend(q: torch.Tensor, rope: torch.Tensor, *rest: Any) -> Any:
             out = attend(q, rope, *rest)
-            used = len(rest[2].causal_ends)
+            assert adapter.offload is not None
+            assert adapter.offload.running is not None
+            used = len(adapter.offload.running.causal_ends)
             given = records[-1]["layers"][-1]
             given.update(q=plain(torch.cat([q, rope], -1))[:used].clone(), out=plain(out)[:used].clone())
             if indexed:
@@ -569,7 +436,9 @@ def recorded(adapter: Adapter, indexed: list[Any]) -> list[dict[str, Any]]:
     forward: Callable[..., Any] = adapter._forward
 
     def watched_forward(layers: range, hidden: torch.Tensor, metadata: dict[str, Any], count: int) -> Any:
-        batch = metadata["full"].batch
+        assert adapter.offload is not None
+        assert adapter.offload.running is not None
+        batch = adapter.offload.running.batch
         records.append({"starts": batch.query_start_loc, "lengths": batch.seq_lens, "layers": []})
         records[-1].update(blocks=batch.block_table.clone(), slots=batch.slot_mapping.clone())
         return forward(layers, hidden, metadata, count)

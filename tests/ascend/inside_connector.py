@@ -14,9 +14,6 @@ from typing import Any
 import pytest
 import torch
 import vllm_ascend.worker.worker  # noqa: F401  # the only order in which upstream's modules can be imported
-from runner_parts import make_runner
-from simulated_memfabric import HOST, FakeOffload, Memmove, free_port
-from simulated_npu import SimulatedNpu, scatter_nd_update
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.kv_cache_interface import (
@@ -28,6 +25,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec
 
+from tests.ascend.runner_parts import make_runner
+from tests.ascend.simulated_memfabric import HOST, FakeOffload, Memmove, free_port
+from tests.ascend.simulated_npu import SimulatedNPU, scatter_nd_update
 from vllm_kvoffload.connectors.sfa_remote_d2h import connector as connector_module
 from vllm_kvoffload.connectors.sfa_remote_d2h.connector import SfaRemoteD2HConnector
 from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import (
@@ -96,7 +96,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> FakeOffload:
     import torch_npu
 
     monkeypatch.setenv("VLLM_HOST_IP", HOST)
-    monkeypatch.setattr(torch, "npu", SimulatedNpu())
+    monkeypatch.setattr(torch, "npu", SimulatedNPU())
     monkeypatch.setattr(torch_npu, "npu_scatter_nd_update_", scatter_nd_update)
     monkeypatch.setattr(GPUModelRunner, "shutdown", lambda _: None)  # it looks for a device
     fake = FakeOffload()
@@ -125,7 +125,7 @@ def test_register_save_and_load(machine: FakeOffload, quantised: bool) -> None:
     assert list(prefill.entries) == list(decode.entries)
     assert [len(e) for e in prefill.entries.values()] == [2, 1 + quantised, 2, 2, 1 + quantised]
     assert machine.config.alloc_size == machine.config.reserve_size == 1 << 30
-    assert isinstance(decode.runner.offload.manager.store.row_ops, SparseCopyRows)
+    assert isinstance(decode.runner.offload.manager.host_rows.row_ops, SparseCopyRows)
     for entry in prefill.entries.values():
         for tensor in entry:
             assert tensor.shape[:2] == (BLOCKS, BLOCK)
@@ -139,7 +139,7 @@ def test_register_save_and_load(machine: FakeOffload, quantised: bool) -> None:
         context = decode.runner.compilation_config.static_forward_context
         bound = context[name].kv_cache
         assert bound[0].data_ptr() == decode.entries[name][0].data_ptr()
-        assert bound[0].data_ptr() == decode.runner.offload.manager.store.layers[layer].addresses[0]
+        assert bound[0].data_ptr() == decode.runner.offload.manager.host_rows.layers[layer].addresses[0]
         assert context[name].impl.layer_index == layer
         assert prefill.runner.compilation_config.static_forward_context[name].impl.offload is None
     for part in (prefill, decode):
@@ -165,7 +165,7 @@ def transfer(prefill: Any, decode: Any, port: int, source: list[int], target: li
         prefill.save_kv_layer(name, [], None)
     prefill.wait_for_save()
     time.sleep(0.2)
-    assert decode._consumer.bytes_read == 0  # the device is still writing
+    assert decode.connector_worker.bytes_read == 0  # the device is still writing
     torch.npu.busy = False
     done: set[str] = set()
     end = time.monotonic() + 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import re
 import sys
 import types
@@ -40,11 +41,14 @@ from vllm_kvoffload.platforms.ascend.platform import (
     SPARSE_BACKEND,
     WORKER,
     KVOffloadNPUPlatform,
+    name_indexers,
 )
 from vllm_kvoffload.platforms.refusal import StartupRefusedError
 from vllm_kvoffload.settings.store import SCHEDULER
 
-SFA_SYMBOLS = [s for s in symbols.SYMBOLS if s.module == symbols._SFA and s.parameters is not None]
+SFA_SYMBOLS = [
+    s for s in symbols.SYMBOLS if s.module == symbols._SFA and s.parameters is not None and "." in s.name
+]
 
 
 @pytest.mark.parametrize("symbol", symbols.SYMBOLS, ids=lambda s: s.path)
@@ -94,7 +98,18 @@ def test_a_problem_refuses_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_installed_release_is_the_supported_one() -> None:
     assert symbols._installed() == symbols.RELEASE
-    symbols.check_version()
+    assert symbols.version_problem() is None
+
+
+def upstream_base(kind: type) -> type:
+    """The class that one of ours extends."""
+    return next(base for base in kind.__mro__ if base.__module__.startswith("vllm_ascend."))
+
+
+def own_names(kind: type) -> set[str]:
+    """What our class and our other bases define."""
+    ours = (base for base in kind.__mro__ if base.__module__.startswith("vllm_kvoffload."))
+    return {name for base in ours for name in vars(base) if name != "__init__" or base is kind}
 
 
 @pytest.mark.parametrize(
@@ -104,8 +119,8 @@ def test_the_installed_release_is_the_supported_one() -> None:
      runner.KVOffloadNPUModelRunner, worker.KVOffloadNPUWorker, KVOffloadNPUPlatform],
 )  # fmt: skip
 def test_overrides_can_be_called_as_what_they_override(kind: type) -> None:
-    base = kind.__mro__[1]
-    overrides = [n for n, v in vars(kind).items() if inspect.isroutine(getattr(kind, n)) and hasattr(base, n)]
+    base = upstream_base(kind)
+    overrides = [n for n in own_names(kind) if inspect.isroutine(getattr(kind, n)) and hasattr(base, n)]
     assert overrides
     for name in overrides:
         ours, theirs = (inspect.signature(getattr(k, name)).parameters for k in (kind, base))
@@ -123,8 +138,8 @@ def test_every_override_of_a_private_name_stands_in_the_table() -> None:
         worker.KVOffloadNPUWorker,
     )
     for kind in kinds:
-        base = kind.__mro__[1]
-        for name in vars(kind):
+        base = upstream_base(kind)
+        for name in own_names(kind):
             if inspect.isfunction(getattr(kind, name)) and hasattr(base, name) and name != "shutdown":
                 assert f"{base.__name__}.{name}" in listed, name
 
@@ -219,6 +234,53 @@ def test_the_platform_is_adopted_once_for_all_who_hold_it() -> None:
     assert isinstance(current_platform, NPUPlatform)
     assert hooks.is_npu_platform(current_platform)
     assert not hooks.is_npu_platform(SimpleNamespace())
+
+
+def test_an_unknown_release_keeps_its_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symbols, "_installed", lambda: "0.30.0rc2")
+    platform, seen = NPUPlatform(), []
+    monkeypatch.setattr(NPUPlatform, "apply_config_platform_defaults", seen.append)
+    hooks.adopt_platform(platform)
+    assert type(platform) is NPUPlatform
+    store = KVTransferConfig(
+        kv_role="kv_both",
+        kv_connector="AscendStoreConnector",
+        kv_connector_extra_config={"backend": "memcache"},
+    )
+    plain = SimpleNamespace(additional_config={"enable_dsa_cp": True}, kv_transfer_config=store)
+    platform.apply_config_platform_defaults(plain)
+    assert seen == [plain]
+    asking = SimpleNamespace(
+        additional_config={"sparse_kv_offload_config": {"enabled": True}}, kv_transfer_config=None
+    )
+    with pytest.raises(StartupRefusedError, match=r"vllm-ascend='0\.30\.0rc2': .*too new"):
+        platform.apply_config_platform_defaults(asking)
+    assert seen == [plain]
+
+
+def test_indexers_of_shared_layers_are_not_built(tmp_path: Path) -> None:
+    """With the two keys that our platform writes; a checkpoint names one of them, or neither."""
+    from vllm_ascend.patch.worker.patch_deepseek_v2 import _should_skip_indexer_init
+
+    names = {f"model.layers.{n}.self_attn.indexer.wk.weight": "a" for n in (0, 2, 4)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    base = {
+        "num_hidden_layers": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2048,
+        "index_head_dim": 128, "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    for spelling in (
+        {"indexer_types": ["full", "shared", "full", "shared"]},
+        {"index_topk_pattern": "FSFS"},
+        {"index_topk_freq": 2, "index_skip_topk_offset": 1},
+    ):
+        config = SimpleNamespace(**base, **spelling)
+        geometry = KVGeometry.from_hf_config(config, layout="ascend", num_speculative_tokens=1)
+        name_indexers(SimpleNamespace(model=str(tmp_path), hf_text_config=config), geometry)
+        skipped = [
+            _should_skip_indexer_init(config, f"model.layers.{layer}.self_attn", kind == "S")
+            for layer, kind in enumerate(config.index_topk_pattern + "S")
+        ]
+        assert skipped == [False, True, False, True, False]  # the last one is the MTP layer's
 
 
 @pytest.mark.parametrize(

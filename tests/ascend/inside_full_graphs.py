@@ -16,20 +16,21 @@ from typing import Any
 import pytest
 import torch
 import vllm_ascend.worker.worker  # noqa: F401  # the only order in which upstream's modules can be imported
-from adapter_model import TOPK, Adapter, Setup, common_metadata, drafted, make_step, patch_tables
-from graph_engine import SIZES, Engine
-from kernel_stand_ins import CoreKernels, TwinKernels
 from vllm.config import CUDAGraphMode
 
+from tests.ascend.adapter_model import TOPK, Adapter, Setup, common_metadata, drafted, make_step, patch_tables
+from tests.ascend.graph_engine import SIZES, Engine
+from tests.ascend.kernel_stand_ins import CoreKernels, TwinKernels
+from vllm_kvoffload.platforms.ascend import offload
 from vllm_kvoffload.platforms.ascend.attention import KVOffloadSFAImpl
 from vllm_kvoffload.platforms.ascend.kernels import DeviceBatch, StepBuffers
 from vllm_kvoffload.runtime.npu import DeviceLane
 from vllm_kvoffload.sparse.manager import SparseKVManager
 from vllm_kvoffload.sparse.step_state import StepState
 
-from simulated_device import NPU, plain, syncs, watched  # isort: skip
-from simulated_graph import Graph  # isort: skip
-from simulated_npu import install  # isort: skip
+from tests.ascend.simulated_device import NPU, plain, syncs, watched  # isort: skip
+from tests.ascend.simulated_graph import Graph  # isort: skip
+from tests.ascend.simulated_npu import install  # isort: skip
 
 TWIN = os.environ.get("KVOFFLOAD_KERNELS_TWIN", "")
 SETUP = Setup("portable", device=NPU, kernels=CoreKernels, seqs=4)
@@ -111,7 +112,7 @@ def differences(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list
 
 
 def host_pool(adapter: Adapter) -> list[torch.Tensor]:
-    adapter.manager.store.join()
+    adapter.manager.host_rows.join()
     return [part for rows in adapter.host for part in rows.parts]
 
 
@@ -179,7 +180,7 @@ def test_capture_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(engine.graphs) == len(SIZES)
     assert not any(graph.replays for graph in engine.graphs)
     assert set(counters(engine.adapter).values()) == {0}
-    assert manager.rows.live == ()
+    assert manager.partitions.live == ()
     assert all(bool((plain(pool.residency.tags) == -1).all()) for pool in manager.hot.groups)
     assert not any(bool(part.any()) for part in host_pool(engine.adapter))
     engine.close()
@@ -189,7 +190,7 @@ def test_a_replay_runs_no_layer_and_the_host_does_not_wait(monkeypatch: pytest.M
     engine = Engine(SETUP, monkeypatch)
     ran: list[Any] = []
     waits: list[list[str]] = []
-    forward, replay = KVOffloadSFAImpl.forward, engine.runner._model_forward
+    forward, replay, describe = KVOffloadSFAImpl.forward, engine.runner._model_forward, offload.describe_pass
 
     def noted(impl: Any, *args: Any, **kwargs: Any) -> Any:
         ran.append(impl)
@@ -202,7 +203,14 @@ def test_a_replay_runs_no_layer_and_the_host_does_not_wait(monkeypatch: pytest.M
         return out
 
     monkeypatch.setattr(KVOffloadSFAImpl, "forward", noted)
+
+    def read_inputs(metadata: Any) -> Any:
+        made = describe(metadata)
+        syncs.take()  # it waits for them
+        return made
+
     monkeypatch.setattr(engine.runner, "_model_forward", watched_forward)
+    monkeypatch.setattr(offload, "describe_pass", read_inputs)
     in_graphs(engine, 1)
     ran.clear()
     waits.clear()
@@ -217,7 +225,7 @@ def test_the_next_step_waits_for_what_a_graph_writes(monkeypatch: pytest.MonkeyP
     in_graphs(engine, 1)
     engine.adapter.npu.busy = True
     engine.run(make_step(STEPS[1]))
-    written = engine.adapter.manager.store._written
+    written = engine.adapter.manager.host_rows._written
     assert len(written) == 4
     assert not any(event.query() for event in written if event is not None)
     engine.adapter.npu.busy = False
@@ -269,7 +277,7 @@ def test_a_replay_that_failed_half_way_can_run_again(monkeypatch: pytest.MonkeyP
                 with pytest.raises(OSError, match="planted"):
                     engine.run(make_step(step))
             manager = engine.adapter.manager
-            assert manager.delivery.unserved == {pool.group.index for pool in manager.hot.groups}
+            assert manager.delivery.partly_served == {pool.group.index for pool in manager.hot.groups}
         if number == 4:
             with monkeypatch.context() as broken:
                 broken.setattr(engine.adapter.impls[2], "_attend", lambda *_: 1 / 0)
@@ -363,7 +371,7 @@ def test_control_counters_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("what", ["decode_slots", "decode_rows"])
+@pytest.mark.parametrize("what", ["decode_slots", "decode_partitions"])
 def test_control_padding_with_what_is_a_requests(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, padded = Engine(SETUP, monkeypatch), StepState.padded
 

@@ -15,10 +15,6 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import vllm_ascend.worker.worker  # noqa: F401  # the only order in which upstream's modules can be imported
-from adapter_model import HIDDEN, STEPS, TYPES, Adapter, Setup, common_metadata, make_step, patch_tables
-from kernel_stand_ins import CoreKernels
-from simulated_graph import Graph, add_graphs
-from simulated_npu import SimulatedNpu, install
 from torch.fx.experimental.proxy_tensor import make_fx
 from vllm.compilation.backends import split_graph
 from vllm.compilation.cuda_graph import CUDAGraphOptions
@@ -31,6 +27,19 @@ from vllm_ascend.ops import mla
 from vllm_ascend.platform import NPUPlatform
 from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
+from tests.ascend.adapter_model import (
+    HIDDEN,
+    STEPS,
+    TYPES,
+    Adapter,
+    Setup,
+    common_metadata,
+    make_step,
+    patch_tables,
+)
+from tests.ascend.kernel_stand_ins import CoreKernels
+from tests.ascend.simulated_graph import Graph, add_graphs
+from tests.ascend.simulated_npu import SimulatedNPU, install
 from vllm_kvoffload.platforms.ascend.checks import ATTENTION_OP, check_graphs
 
 TOKENS = 4  # of the graph; steps are padded to it
@@ -155,7 +164,7 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Graph]]:
     install(monkeypatch, 32, [])
     patch_tables(monkeypatch)
     graphs: list[Graph] = []
-    simulated = SimulatedNpu()
+    simulated = SimulatedNPU()
     add_graphs(simulated, graphs, strict=False)
     monkeypatch.setattr(torch, "npu", simulated)
     monkeypatch.setattr(acl_graph, "weak_ref_tensors", lambda tensors: tensors)
@@ -212,7 +221,8 @@ def run_in_graphs(model: Any, adapter: Adapter, mode: CUDAGraphMode) -> Iterator
         common = common_metadata(made, TOKENS - count, adapter.setup)
         metadata = {kind: builder.build(0, common) for kind, builder in adapter.builders.items()}
         static.zero_()[:count] = made["hidden"]
-        with override_forward_context(context_of(adapter, metadata, mode)):
+        context = context_of(adapter, metadata, mode)
+        with override_forward_context(context), adapter.target_pass(context):
             out = model(static)
         yield (out[0] if isinstance(out, tuple) else out)[:count].clone()
 

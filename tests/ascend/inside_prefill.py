@@ -20,8 +20,12 @@ import numpy as np
 import pytest
 import torch
 import vllm_ascend.worker.worker  # noqa: F401  # the only order in which upstream's modules can be imported
-from adapter_model import BLOCK, STEPS, TYPES, Adapter, Setup, drafted, make_step, patch_tables
-from prefill_engine import (
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core import kv_cache_utils
+
+from tests.ascend.adapter_model import BLOCK, STEPS, TYPES, Adapter, Setup, drafted, make_step, patch_tables
+from tests.ascend.prefill_engine import (
     PrefillEngine,
     cache_config,
     cache_specs,
@@ -31,13 +35,9 @@ from prefill_engine import (
     step_queries,
     store_transfer,
 )
-from runner_parts import make_runner
-from simulated_memfabric import HOST, Memmove, free_port
-from simulated_npu import SimulatedNpu, install
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.core import kv_cache_utils
-
+from tests.ascend.runner_parts import make_runner
+from tests.ascend.simulated_memfabric import HOST, Memmove, free_port
+from tests.ascend.simulated_npu import SimulatedNPU, install
 from vllm_kvoffload.connectors.ascend_store import connector as store_connector
 from vllm_kvoffload.connectors.ascend_store.connector import AscendStoreConnector
 from vllm_kvoffload.connectors.multi import KVOffloadMultiConnector
@@ -48,10 +48,10 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.metadata import DecodeMetadata
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
 from vllm_kvoffload.engine import EngineSettings
-from vllm_kvoffload.layerwise.pipeline import LayerPipeline, Limits
+from vllm_kvoffload.layerwise.pipeline import LayerPipeline, PipelineLimits
 from vllm_kvoffload.layerwise.slot_gate import SlotGates
 from vllm_kvoffload.platforms.ascend.prefill_attention import SharedBufferSFAImpl
-from vllm_kvoffload.runtime.npu import NpuRuntime
+from vllm_kvoffload.runtime.npu import NPURuntime
 from vllm_kvoffload.store import staged_copies
 
 Outputs = list[list[torch.Tensor]]
@@ -61,16 +61,16 @@ BUFFERS = dict(zip(SHARING, (2, 1, 3, 4), strict=True))
 
 
 @pytest.fixture
-def npu(monkeypatch: pytest.MonkeyPatch) -> SimulatedNpu:
+def npu(monkeypatch: pytest.MonkeyPatch) -> SimulatedNPU:
     """One process on a simulated NPU."""
-    made = SimulatedNpu()
+    made = SimulatedNPU()
     monkeypatch.setattr(torch, "npu", made)
     monkeypatch.setenv("VLLM_HOST_IP", HOST)
     return made
 
 
 @pytest.fixture
-def indexed(npu: SimulatedNpu, monkeypatch: pytest.MonkeyPatch) -> list[Any]:  # noqa: ARG001
+def indexed(npu: SimulatedNPU, monkeypatch: pytest.MonkeyPatch) -> list[Any]:  # noqa: ARG001
     """Queries and weights that the indexer was asked with."""
     log: list[Any] = []
     install(monkeypatch, 32, log)
@@ -149,7 +149,7 @@ def test_same_outputs_as_upstream_with_whole_caches(
 ) -> None:
     engine = PrefillEngine(monkeypatch, store_transfer(*PLANS[SHARING.index(sharing)]))
     assert isinstance(engine.worker, AscendStoreConnector)
-    assert isinstance(engine.worker._runtime, NpuRuntime)
+    assert isinstance(engine.worker._runtime, NPURuntime)
     assert len({cache[0].data_ptr() for cache in engine.adapter.caches}) == BUFFERS[sharing]
     assert differences(engine, expected) == []
     stats = engine.worker.worker.pipeline.stats
@@ -258,7 +258,7 @@ def test_control_a_wait_that_does_not_happen(
     """With side streams that are slow as a whole."""
     monkeypatch.setenv("KVOFFLOAD_RUNTIME_DELAY", "1:5")
     monkeypatch.setattr("vllm_kvoffload.runtime.delay.DelayPlan.delay_s", lambda *_: 0.02)
-    monkeypatch.setattr(store_connector, "Limits", partial(Limits, deadline_s=0.5))
+    monkeypatch.setattr(store_connector, "PipelineLimits", partial(PipelineLimits, deadline_s=0.5))
     engine = PrefillEngine(monkeypatch, store_transfer(1, []))
     plant(monkeypatch)
     assert any("layer" in wrong for wrong in differences(engine, expected, 3))
@@ -267,7 +267,7 @@ def test_control_a_wait_that_does_not_happen(
 
 @pytest.mark.usefixtures("indexed")
 def test_nothing_is_saved_before_the_device_has_computed_it(
-    npu: SimulatedNpu, monkeypatch: pytest.MonkeyPatch
+    npu: SimulatedNPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = PrefillEngine(monkeypatch, store_transfer(None, [0]))  # no layer's memory is waited for
     pipeline = engine.worker.worker.pipeline
@@ -289,7 +289,7 @@ def test_nothing_is_saved_before_the_device_has_computed_it(
 
 
 def test_a_step_ends_when_the_device_has_computed_it(
-    npu: SimulatedNpu, expected: Outputs, monkeypatch: pytest.MonkeyPatch
+    npu: SimulatedNPU, expected: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Draft passes may go on after the last layer's save; the next step's loads must not meet them."""
     engine = PrefillEngine(monkeypatch, store_transfer(1, [0]))

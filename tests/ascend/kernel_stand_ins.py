@@ -7,7 +7,6 @@ the CPU twin of a vector core. Both check what the binding checks, and launch on
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import torch_ops
 
-from simulated_device import OnNpu, plain, wrap  # isort: skip
+from tests.ascend.simulated_device import NPUTensor, plain, wrap  # isort: skip
 
-TESTS = Path(__file__).resolve().parent.parent
 PLAN = [
     "topk",
     "query_start_loc",
@@ -70,13 +68,13 @@ class Kernels:
     def host_unregister(self, address: int) -> None:
         pass
 
-    def _launch(self, name: str, *groups: Any) -> tuple[Any, OnNpu]:
+    def _launch(self, name: str, *groups: Any) -> tuple[Any, NPUTensor]:
         """Checked plain tensors, and the reports to be."""
         self.calls.append(name)
         flat = [
             tensor for group in groups for tensor in (group if isinstance(group, (list, tuple)) else [group])
         ]
-        places = {isinstance(tensor, OnNpu) for tensor in flat}
+        places = {isinstance(tensor, NPUTensor) for tensor in flat}
         if len(places) != 1:
             raise ValueError(f"{name}: must be on the NPU")
         for tensor in flat:
@@ -88,7 +86,7 @@ class Kernels:
             return self._bare(groups, True in places)
 
     @staticmethod
-    def _bare(groups: Any, on_npu: bool) -> tuple[Any, OnNpu]:
+    def _bare(groups: Any, on_npu: bool) -> tuple[Any, NPUTensor]:
         bare = [[plain(t) for t in g] if isinstance(g, (list, tuple)) else plain(g) for g in groups]
         with torch._C.DisableTorchFunction():
             reports = torch.zeros((CORES, REPORT_INTS), dtype=torch.int64)
@@ -204,8 +202,7 @@ class TwinKernels(Kernels):
 
     def __init__(self, npu: Any, library: str) -> None:
         super().__init__(npu)
-        sys.path.append(str(TESTS / "ascendc"))
-        import twin_kernels
+        from tests.ascendc import twin_kernels
 
         self._twin = twin_kernels
         self._kernels = twin_kernels.Kernels(Path(library))

@@ -11,22 +11,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import adapter_model
 import torch
-from adapter_model import (
-    BLOCK,
-    BLOCKS,
-    INDEX_DIM,
-    LATENT,
-    MAX_LEN,
-    ROPE,
-    TOPK,
-    TYPES,
-    Adapter,
-    Setup,
-    make_step,
-)
-from runner_parts import make_runner
 from vllm import SamplingParams, forward_context
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -46,6 +31,21 @@ from vllm.v1.request import Request
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec
 
+from tests.ascend import adapter_model
+from tests.ascend.adapter_model import (
+    BLOCK,
+    BLOCKS,
+    INDEX_DIM,
+    LATENT,
+    MAX_LEN,
+    ROPE,
+    TOPK,
+    TYPES,
+    Adapter,
+    Setup,
+    make_step,
+)
+from tests.ascend.runner_parts import make_runner
 from vllm_kvoffload.connectors.ascend_store import connector as store_connector
 from vllm_kvoffload.platforms.ascend.connectors import name_modules
 

@@ -53,7 +53,7 @@ class Capturing:
 capturing = Capturing()
 
 
-class OnNpu(torch.Tensor):
+class NPUTensor(torch.Tensor):
     """A tensor of the device."""
 
     @classmethod
@@ -61,14 +61,14 @@ class OnNpu(torch.Tensor):
         return call(func, args, kwargs or {})
 
 
-def on_npu(tensor: torch.Tensor) -> OnNpu:
+def on_npu(tensor: torch.Tensor) -> NPUTensor:
     """The same memory as the device's."""
-    return tensor.as_subclass(OnNpu)
+    return tensor.as_subclass(NPUTensor)
 
 
 def plain(value: Any) -> Any:
     """Views device tensors as host tensors, for simulated device code; other values unchanged."""
-    if not isinstance(value, OnNpu):
+    if not isinstance(value, NPUTensor):
         return value
     with torch._C.DisableTorchFunctionSubclass():
         return value.as_subclass(torch.Tensor)
@@ -108,7 +108,7 @@ def without_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 def move(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None) -> Any:
     """Tensor.to."""
     source = args[0]
-    here = isinstance(source, OnNpu)
+    here = isinstance(source, NPUTensor)
     there = here if device is None else device.type != "cpu"
     if here != there and not (there and kwargs.get("non_blocking") and is_pinned(source)):
         syncs.note("to")
@@ -122,8 +122,8 @@ def move(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | N
 def copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Tensor.copy_, which may cross."""
     target, source = args[:2]
-    crosses = isinstance(target, OnNpu) != isinstance(source, OnNpu)
-    host = source if isinstance(target, OnNpu) else target
+    crosses = isinstance(target, NPUTensor) != isinstance(source, NPUTensor)
+    host = source if isinstance(target, NPUTensor) else target
     if crosses and not (kwargs.get("non_blocking") and is_pinned(host)):
         syncs.note("copy_")
     run(torch.Tensor.copy_, tuple(map(plain, args)), kwargs)
@@ -152,7 +152,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ):
         syncs.note("index by mask")
     for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, OnNpu) and leaf.ndim:
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, NPUTensor) and leaf.ndim:
             raise RuntimeError(
                 f"{name}: expected all tensors to be on one device; {leaf.shape} is the host's"
             )
@@ -171,11 +171,15 @@ class Device(TorchFunctionMode):
             pinned = args[0].clone()
             pinned._simulated_pin = True
             return pinned
-        if func is torch.Tensor.to and not isinstance(args[0], OnNpu):
+        if func is torch.Tensor.to and not isinstance(args[0], NPUTensor):
             device = target_of(args, kwargs)
             if device is not None and device.type != "cpu":
                 return move(args, kwargs, device)
-        if func is torch.Tensor.copy_ and isinstance(args[1], OnNpu) and not isinstance(args[0], OnNpu):
+        if (
+            func is torch.Tensor.copy_
+            and isinstance(args[1], NPUTensor)
+            and not isinstance(args[0], NPUTensor)
+        ):
             return copy(args, kwargs)
         device = kwargs.get("device")
         if isinstance(device, torch.device) and device.type != "cpu" and func is not torch.Tensor.to:
@@ -190,7 +194,7 @@ def device_op(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        places = {isinstance(tensor, OnNpu) for tensor in tensors}
+        places = {isinstance(tensor, NPUTensor) for tensor in tensors}
         if len(places) > 1:
             raise RuntimeError(f"{function.__name__}: tensors of the host and of the device")
         with torch._C.DisableTorchFunction(), _disable_current_modes():

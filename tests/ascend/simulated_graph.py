@@ -15,14 +15,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from simulated_device import OnNpu, capturing, syncs  # isort: skip
-from simulated_npu import SimulatedNpu  # isort: skip
+from tests.ascend.simulated_device import NPUTensor, capturing, syncs  # isort: skip
+from tests.ascend.simulated_npu import SimulatedNPU  # isort: skip
 
 
 class Graph:
     """The recorded operations."""
 
-    def __init__(self, npu: SimulatedNpu) -> None:
+    def __init__(self, npu: SimulatedNPU) -> None:
         self._npu = npu
         self.calls: list[Callable[[], object]] = []
         self.replays = 0
@@ -79,7 +79,7 @@ class Recorder(TorchDispatchMode):
 
     def _may_use(self, tensor: torch.Tensor) -> bool:
         own = tensor.untyped_storage().data_ptr() in self._own
-        return own or isinstance(tensor, OnNpu) or not tensor.ndim or not tensor.numel()
+        return own or isinstance(tensor, NPUTensor) or not tensor.ndim or not tensor.numel()
 
 
 class Spare:
@@ -116,7 +116,7 @@ def store(old: Any, new: Any) -> None:
             before.copy_(after)
 
 
-def add_graphs(npu: SimulatedNpu, graphs: list[Graph], *, strict: bool = True) -> None:
+def add_graphs(npu: SimulatedNPU, graphs: list[Graph], *, strict: bool = True) -> None:
     """Gives torch.npu graphs. graphs: those that were made. strict: see :class:`Recorder`."""
 
     def new_graph() -> Graph:

@@ -14,7 +14,7 @@ from vllm_kvoffload.transfer import PeerHandle, ReadHandle, TransferEngine
 from vllm_kvoffload.transfer.base import prepare
 from vllm_kvoffload.transfer.spans import RegionTable
 
-from simulated_npu import sparse_copy  # isort: skip
+from tests.ascend.simulated_npu import sparse_copy  # isort: skip
 
 HOST = "127.0.0.1"
 

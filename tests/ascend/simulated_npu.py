@@ -1,7 +1,7 @@
 """An NPU that is simulated: the torch_npu calls on our paths, on CPU tensors, by the kernels of the CPU
 platform.
 
-`install` puts them where vllm-ascend looks for them. Streams and events are those of `SimulatedNpu`; the
+`install` puts them where vllm-ascend looks for them. Streams and events are those of `SimulatedNPU`; the
 threads behind side streams are the CPU runtime's, which can delay them at random.
 """
 
@@ -19,10 +19,10 @@ import torch
 
 from vllm_kvoffload.platforms.cpu.kernels import indexer_scores, select_topk, sparse_mla_attend
 
-from simulated_device import Device, device_op  # isort: skip
+from tests.ascend.simulated_device import Device, device_op  # isort: skip
 
 
-class SimulatedNpu:
+class SimulatedNPU:
     """Stands for torch.npu. Work completes at once; `busy` delays new events.
 
     Kernels launched on a side stream run only when they are waited for: without a wait, their results come
@@ -86,7 +86,7 @@ class SimulatedNpu:
 class SimulatedStream:
     """Kernels not yet waited for, in order."""
 
-    def __init__(self, npu: SimulatedNpu) -> None:
+    def __init__(self, npu: SimulatedNPU) -> None:
         self._npu = npu
         self.kernels: list[Callable[[], object]] = []
         self.done = 0
@@ -107,7 +107,7 @@ class SimulatedStream:
 class SimulatedEvent:
     """Complete unless the device was busy when it was recorded, and still is."""
 
-    def __init__(self, npu: SimulatedNpu) -> None:
+    def __init__(self, npu: SimulatedNPU) -> None:
         self._npu, self._held = npu, False
 
     def record(self, stream: SimulatedStream | None = None) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import ascend_env
 import numpy as np
 import pytest
 import torch
 
+from tests import ROOT
+from tests.ascend import ascend_env
 from vllm_kvoffload.sparse.paged import PagedKV
 from vllm_kvoffload.sparse.step import StepBatch
 
@@ -32,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def ascend() -> Path:
     """The environment, made at first use."""
     try:
-        return ascend_env.make(ascend_env.ROOT / "build" / "ascend-env")
+        return ascend_env.make(ROOT / "build" / "ascend-env")
     except ascend_env.EnvironmentUnavailable as error:
         pytest.skip(f"the package index has no vllm-ascend for this machine: {error}")
 
@@ -40,8 +41,7 @@ def ascend() -> Path:
 @pytest.fixture(scope="module")
 def twin() -> Path:
     """The AscendC kernels, built for the CPU twin."""
-    sys.path.append(str(HERE.parent / "ascendc"))
-    import twin_kernels
+    from tests.ascendc import twin_kernels
 
     return twin_kernels.build()
 
@@ -51,11 +51,11 @@ def inside(ascend: Path, twin: Path, tmp_path_factory: pytest.TempPathFactory) -
     """(output, exit status, folder of records) of the tests inside."""
     records = tmp_path_factory.mktemp("records")
     wants = {"KVOFFLOAD_RECORDS": str(records), "KVOFFLOAD_KERNELS_TWIN": str(twin)}
-    command = [sys.executable, "-m", "pytest", "-c", "inside.ini", "--rootdir", ".", "-p", "prelude", "-v"]
-    command += [path.name for path in sorted(HERE.glob("inside_*.py"))]
+    command = [sys.executable, "-m", "pytest", "-c", str(HERE / "inside.ini"), "--rootdir", str(HERE)]
+    command += ["-p", "tests.ascend.prelude", "-v", *map(str, sorted(HERE.glob("inside_*.py")))]
     done = subprocess.run(
         command,
-        cwd=HERE,
+        cwd=ROOT,
         env={**ascend_env.variables(ascend), **wants},
         capture_output=True,
         text=True,
@@ -70,7 +70,8 @@ def test_all_tests_inside_pass(inside: tuple[str, int, Path]) -> None:
     assert status == 0, output[-20000:]
     for name in (
         "test_symbol", "test_names_are_ours", "test_same_outputs", "test_piecewise_graphs",
-        "test_full_graphs", "test_a_prefix_comes_out_of_the_store", "test_register_save_and_load",
+        "test_full_graphs", "test_draft_passes", "test_a_prefix_comes_out_of_the_store",
+        "test_register_save_and_load",
     ):  # fmt: skip
         assert name in output  # none of the modules was left out
 
@@ -100,7 +101,7 @@ def test_control_another_choice(inside: tuple[str, int, Path], monkeypatch: pyte
 def cpu_platform(records: Path) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """For each pass and layer: what the CPU platform's indexer and attention return, and the adapter did."""
     from vllm_kvoffload.platforms.cpu.attention import CPUSparseMLAImpl
-    from vllm_kvoffload.platforms.cpu.indexer import choose
+    from vllm_kvoffload.platforms.cpu.indexer import write_topk
 
     loaded: list[dict[str, Any]] = torch.load(records, weights_only=False)
     layers = 1 + max(given["layer"] for record in loaded for given in record["layers"])
@@ -131,7 +132,7 @@ def cpu_platform(records: Path) -> list[list[tuple[torch.Tensor, torch.Tensor]]]
                 cache = indexers.setdefault(layer, empty)
                 cache.view(-1, keys.shape[1]).index_copy_(0, record["slots"], keys)
                 tokens = len(record["slots"])
-                choose(given["index_q"][:tokens], given["weights"][:tokens], cache, batch, topk)
+                write_topk(given["index_q"][:tokens], given["weights"][:tokens], cache, batch, topk)
             impl.num_heads = given["q"].shape[1]
             assert impl.kv is not None
             impl.kv.append(given["rows"], record["slots"])

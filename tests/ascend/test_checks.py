@@ -23,8 +23,7 @@ from vllm_kvoffload.platforms.ascend.caches import (
     layer_caches,
 )
 from vllm_kvoffload.platforms.ascend.connectors import name_modules
-from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV
-from vllm_kvoffload.platforms.refusal import StartupRefusedError
+from vllm_kvoffload.platforms.ascend.operators import KERNELS_ENV
 from vllm_kvoffload.settings.connectors import connector_parts
 from vllm_kvoffload.settings.errors import ConfigError
 
@@ -55,7 +54,7 @@ def engine(**changes: Any) -> Any:
         "additional": {"sparse_kv_offload_config": {"enabled": True, "topk_buffer_size": 4096}},
         "transfer": DECODE, "pp": 1, "pcp": 1, "dcp": 1, "v2": False, "eager": True, "mode": "NONE",
         "block_size": 128, "hybrid": False, "hf": HF, "speculative": None, "splits": [checks.ATTENTION_OP],
-        "scheduler": None,
+        "scheduler": None, "dbo": False,
         **changes,
     }  # fmt: skip
     transfer = given["transfer"]
@@ -80,6 +79,7 @@ def engine(**changes: Any) -> Any:
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=given["pp"], prefill_context_parallel_size=given["pcp"],
             decode_context_parallel_size=given["dcp"], data_parallel_size=1, tensor_parallel_size=1,
+            use_ubatching=given["dbo"],
         ),
         speculative_config=given["speculative"],
         use_v2_model_runner=given["v2"],
@@ -199,7 +199,7 @@ FULL = [{"eager": False, "mode": mode} for mode in ("FULL", "FULL_DECODE_ONLY", 
 def test_full_graphs_are_refused_where_layers_need_the_host(
     graphs: dict[str, Any], change: dict[str, Any], fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(checks.KERNELS_ENV, "libkvoffload_ascend.so")
+    monkeypatch.setenv(KERNELS_ENV, "libkvoffload_ascend.so")
     with pytest.raises(ConfigError, match=r"cudagraph_mode.*full graph") as caught:
         checks.check_ascend(engine(**graphs, **change))
     assert fix in str(caught.value)
@@ -208,15 +208,15 @@ def test_full_graphs_are_refused_where_layers_need_the_host(
 
 @pytest.mark.parametrize("graphs", FULL)
 def test_full_graphs_take_the_kernels(graphs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(checks.KERNELS_ENV, "libkvoffload_ascend.so")
+    monkeypatch.setenv(KERNELS_ENV, "libkvoffload_ascend.so")
     checks.check_ascend(engine(**graphs))
     checks.check_ascend(engine(**graphs, speculative=drafting("mtp", True)))
     checks.check_ascend(engine(**graphs, speculative=drafting("ngram")))
     if graphs["mode"] == "FULL_AND_PIECEWISE":
         with pytest.raises(ConfigError, match="splitting_ops"):
             checks.check_ascend(engine(**graphs, splits=[]))
-    monkeypatch.delenv(checks.KERNELS_ENV)
-    with pytest.raises(ConfigError, match="Fix: set KVOFFLOAD_ASCEND_OPS"):
+    monkeypatch.delenv(KERNELS_ENV)
+    with pytest.raises(ConfigError, match="Fix: run kvoffload build-ops"):
         checks.check_ascend(engine(**graphs))
 
 
@@ -252,7 +252,7 @@ def test_compact_delivery_takes_kernels_and_their_own_plan(
 ) -> None:
     config = engine(additional=with_options(delivery="compact"))
     monkeypatch.delenv(KERNELS_ENV, raising=False)
-    with pytest.raises(ConfigError, match=f"{KERNELS_ENV} is not set"):
+    with pytest.raises(ConfigError, match="kernels, which are not built"):
         checks.check_ascend(config)
     monkeypatch.setenv(KERNELS_ENV, str(tmp_path))
     checks.check_ascend(config)
@@ -270,15 +270,17 @@ def test_quantised_indexer_keys_are_a_layout_of_their_own() -> None:
 
 @pytest.mark.parametrize("version", ["0.23.0", "0.23.0.post1", "0.23.1"])
 def test_versions_that_work(version: str) -> None:
-    symbols.check_version(version)
+    assert symbols.version_problem(version) is None
 
 
 @pytest.mark.parametrize(
     ("version", "side"), [("0.22.1rc1", "old"), ("0.18.0", "old"), ("0.24.0rc1", "new"), ("1.0.0", "new")]
 )
 def test_versions_that_do_not(version: str, side: str) -> None:
-    with pytest.raises(StartupRefusedError, match=rf"too {side}.*install vllm-ascend==0\.23\.0\.post1"):
-        symbols.check_version(version)
+    problem = str(symbols.version_problem(version))
+    assert f"too {side}" in problem
+    assert "install vllm-ascend==0.23.0.post1" in problem
+    assert ("uninstall vllm-kvoffload" in problem) == (side == "new")
 
 
 def test_a_symbol_of_a_package_that_is_not_there_is_named() -> None:

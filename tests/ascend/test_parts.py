@@ -1,8 +1,9 @@
-"""Parts of the Ascend platform that need no vllm-ascend: runtime, host memory, steps, ways to move rows."""
+"""Parts of the Ascend platform that need no vllm-ascend: runtime, host memory, ways to move rows."""
 
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,20 +13,29 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_stand_ins import LISTS, PLAN, CoreKernels
-from simulated_npu import SimulatedNpu, SimulatedStream, scatter_nd_update, sparse_copy
 
+from tests.ascend.kernel_stand_ins import LISTS, PLAN, CoreKernels
+from tests.ascend.simulated_npu import SimulatedNPU, SimulatedStream, scatter_nd_update, sparse_copy
 from vllm_kvoffload import ops
 from vllm_kvoffload.layerwise.buffer_plan import BufferOptions, CacheLayer, plan_buffers
-from vllm_kvoffload.layerwise.pipeline import LayerMemory, LayerPipeline, Limits, Part, Rows, Step
+from vllm_kvoffload.layerwise.pipeline import (
+    LayerMemory,
+    LayerPipeline,
+    Part,
+    PipelineLimits,
+    PipelineStep,
+    Rows,
+)
+from vllm_kvoffload.platforms.ascend import memfabric_kernels
 from vllm_kvoffload.platforms.ascend import offload as offload_module
 from vllm_kvoffload.platforms.ascend.host_memory import MemfabricMemory, SegmentMemory
-from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, DeviceInts, KernelRows, load_kernels
-from vllm_kvoffload.platforms.ascend.offload import AscendOffload, open_parts
+from vllm_kvoffload.platforms.ascend.kernels import DeviceInts, KernelRows, load_kernels
+from vllm_kvoffload.platforms.ascend.offload import open_parts
+from vllm_kvoffload.platforms.ascend.operators import KERNELS_ENV
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows, SplitRows
-from vllm_kvoffload.runtime import CpuRuntime, TaskFailedError, WaitTimeoutError
+from vllm_kvoffload.runtime import CPURuntime, TaskFailedError, WaitTimeoutError
 from vllm_kvoffload.runtime.base import Runtime
-from vllm_kvoffload.runtime.npu import NpuRuntime
+from vllm_kvoffload.runtime.npu import NPURuntime
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
@@ -36,20 +46,20 @@ BASICS = ((64, 16), torch.float32, torch.device("cpu", 0), scatter_nd_update)
 
 
 @pytest.fixture
-def npu() -> SimulatedNpu:
-    return SimulatedNpu()
+def npu() -> SimulatedNPU:
+    return SimulatedNPU()
 
 
 @pytest.fixture
-def runtime(npu: SimulatedNpu) -> Iterator[NpuRuntime]:
+def runtime(npu: SimulatedNPU) -> Iterator[NPURuntime]:
     before = threading.active_count()
-    made = NpuRuntime(npu, 0, CpuRuntime(), default_deadline_s=5.0)
+    made = NPURuntime(npu, 0, CPURuntime(), default_deadline_s=5.0)
     yield made
     made.shutdown()
     assert threading.active_count() == before
 
 
-def test_a_side_stream_waits_for_the_compute_stream(npu: SimulatedNpu, runtime: NpuRuntime) -> None:
+def test_a_side_stream_waits_for_the_compute_stream(npu: SimulatedNPU, runtime: NPURuntime) -> None:
     assert isinstance(runtime, Runtime)
     ran = threading.Event()
     npu.busy = True
@@ -65,7 +75,7 @@ def test_a_side_stream_waits_for_the_compute_stream(npu: SimulatedNpu, runtime: 
     runtime.synchronize()
 
 
-def test_a_device_that_never_gets_there_ends_a_wait(npu: SimulatedNpu, runtime: NpuRuntime) -> None:
+def test_a_device_that_never_gets_there_ends_a_wait(npu: SimulatedNPU, runtime: NPURuntime) -> None:
     npu.busy = True
     event = runtime.current_stream().record("step")
     begin = time.monotonic()
@@ -82,7 +92,7 @@ def test_a_device_that_never_gets_there_ends_a_wait(npu: SimulatedNpu, runtime: 
 
 
 def test_a_rank_that_saves_nothing_waits_for_the_device_all_the_same(
-    npu: SimulatedNpu, runtime: NpuRuntime
+    npu: SimulatedNPU, runtime: NPURuntime
 ) -> None:
     """Only rank 0 saves. On the others, too, a buffer is loaded anew only when its layer is computed."""
     moved: list[str] = []
@@ -96,8 +106,8 @@ def test_a_rank_that_saves_nothing_waits_for_the_device_all_the_same(
     layers = [CacheLayer(number, "main", 8) for number in range(2)]
     plan = plan_buffers(layers, BufferOptions(1, ()))
     memory = [LayerMemory(number, (Part(4096, 32, 8, 32 * number),)) for number in range(2)]
-    pipeline = LayerPipeline(plan, memory, 4, Recorder(), runtime, Limits(deadline_s=20.0))  # type: ignore[arg-type]
-    pipeline.begin(Step(("r",), shared_loads=Rows.of([(1 << 20, 1, 0, 4, 0)])))
+    pipeline = LayerPipeline(plan, memory, 4, Recorder(), runtime, PipelineLimits(deadline_s=20.0))  # type: ignore[arg-type]
+    pipeline.begin(PipelineStep(("r",), shared_loads=Rows.of([(1 << 20, 1, 0, 4, 0)])))
     pipeline.wait_layer(0)
     assert first.wait(20)
     npu.busy = True
@@ -111,7 +121,7 @@ def test_a_rank_that_saves_nothing_waits_for_the_device_all_the_same(
     assert pipeline.finish() == {}
 
 
-def test_tasks_run_with_their_stream_current(npu: SimulatedNpu, runtime: NpuRuntime) -> None:
+def test_tasks_run_with_their_stream_current(npu: SimulatedNPU, runtime: NPURuntime) -> None:
     entered: list[Any] = []
     real = npu.stream
     npu.stream = lambda stream: entered.append(stream) or real(stream)  # type: ignore[method-assign,func-returns-value]
@@ -123,7 +133,7 @@ def test_tasks_run_with_their_stream_current(npu: SimulatedNpu, runtime: NpuRunt
 
 
 def test_a_lane_runs_behind_the_compute_stream_and_before_who_joins_it(
-    npu: SimulatedNpu, runtime: NpuRuntime
+    npu: SimulatedNPU, runtime: NPURuntime
 ) -> None:
     lane, ran = runtime.lane(), []
     first = lane.submit(npu.launch, lambda: ran.append(1))
@@ -137,7 +147,7 @@ def test_a_lane_runs_behind_the_compute_stream_and_before_who_joins_it(
 
 
 def test_a_lane_and_the_compute_stream_wait_for_each_other_on_the_device(
-    npu: SimulatedNpu, runtime: NpuRuntime, monkeypatch: pytest.MonkeyPatch
+    npu: SimulatedNPU, runtime: NPURuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[Any] = []
 
@@ -152,8 +162,8 @@ def test_a_lane_and_the_compute_stream_wait_for_each_other_on_the_device(
     assert order == ["lane waits for compute", "launched", "compute waits for lane"]
 
 
-def test_a_shutdown_lets_lanes_finish_or_says_that_they_are_stuck(npu: SimulatedNpu) -> None:
-    runtime, ran = NpuRuntime(npu, 0, CpuRuntime(), default_deadline_s=5.0), []
+def test_a_shutdown_lets_lanes_finish_or_says_that_they_are_stuck(npu: SimulatedNPU) -> None:
+    runtime, ran = NPURuntime(npu, 0, CPURuntime(), default_deadline_s=5.0), []
     runtime.lane().submit(npu.launch, lambda: ran.append(1))
     npu.busy = True
     with pytest.raises(WaitTimeoutError, match="lane"):
@@ -244,7 +254,7 @@ def test_long_reads_are_cut_to_what_memfabrics_kernel_can_hold() -> None:
 
 
 def test_memfabric_that_does_not_start_says_so() -> None:
-    with pytest.raises(RuntimeError, match=r"returned 5.*huge pages"):
+    with pytest.raises(ConfigError, match=r"returned 5.*huge pages"):
         MemfabricMemory(Offload(code=5), LAYOUT, ONE_RANK, 0, lambda: None)
 
 
@@ -264,13 +274,22 @@ def test_a_segment_is_mapped_and_unmapped() -> None:
     assert not mapped
 
 
-def parts(monkeypatch: pytest.MonkeyPatch, *, memfabric: bool, kernels: bool, pulls: bool = False) -> Any:
+def parts(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    memfabric: bool,
+    kernels: bool,
+    pulls: bool = False,
+    problem: ConfigError | None = None,
+) -> Any:
     def load_offload() -> Any:
+        if problem is not None:
+            raise problem
         if not memfabric:
             raise ImportError("No module named 'memfabric_hybrid'")
         return Offload()
 
-    built = CoreKernels(SimulatedNpu())
+    built = CoreKernels(SimulatedNPU())
     monkeypatch.setattr(offload_module, "load_offload", load_offload)
     monkeypatch.setattr(offload_module, "load_kernels", lambda: built if kernels else None)
     config = SparseOffloadConfig(enabled=True, dram_size_per_dp_GB=1)
@@ -311,6 +330,67 @@ def test_decode_can_not_do_without_memfabric(monkeypatch: pytest.MonkeyPatch) ->
         parts(monkeypatch, memfabric=False, kernels=True, pulls=True)
 
 
+def without_kernels(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, version: str, *, size: int | None
+) -> ConfigError | None:
+    """What is said of a package in this folder, whose library has this size; None: there is no file."""
+    (folder / "lib").mkdir()
+    (folder / "__init__.py").touch()
+    if size is not None:
+        (folder / "lib" / memfabric_kernels.LIBRARY).write_bytes(bytes(size))
+    spec = SimpleNamespace(origin=str(folder / "__init__.py"))
+    monkeypatch.setattr(memfabric_kernels, "find_spec", lambda _: spec)
+    monkeypatch.setattr(memfabric_kernels.metadata, "version", lambda _: version)
+    return memfabric_kernels.kernels_problem()
+
+
+def test_memfabric_has_no_kernels_for_a2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    info = SimpleNamespace(__device_type__="A2")
+    monkeypatch.setitem(sys.modules, "vllm_ascend", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm_ascend._build_info", info)
+    line = str(without_kernels(monkeypatch, tmp_path, "1.3.0", size=0))
+    assert "there are none for A2. Fix: let decode run on A3" in line
+    info.__device_type__ = "A3"
+    assert "mfcli kernel install" in str(memfabric_kernels.kernels_problem())
+
+
+@pytest.mark.parametrize(
+    ("version", "size", "fix"),
+    [
+        ("1.3.0", 0, "Fix: run mfcli kernel install"),
+        ("1.2.1", None, "Fix: run mfcli kernel install"),
+        ("1.2.0", None, "Fix: run pip install --no-deps memfabric-hybrid==1.3.0"),
+        ("1.2.0", 9, "Fix: run pip install --no-deps memfabric-hybrid==1.3.0"),  # which doesn't look there
+        ("1.3.0", 9, ""),
+    ],
+)
+def test_memfabric_without_its_kernels(
+    version: str, size: int | None, fix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
+) -> None:
+    monkeypatch.delenv(memfabric_kernels.EXTEND, raising=False)
+    problem = without_kernels(monkeypatch, tmp_path, version, size=size)
+    if not fix:
+        assert problem is None
+        return
+    assert problem is not None
+    assert f"memfabric_hybrid='{version}': its copy kernels" in str(problem)
+    assert fix in str(problem)
+    assert "mfcli kernel install" in str(problem)
+    with pytest.raises(ConfigError, match="mfcli kernel install"):
+        parts(monkeypatch, memfabric=True, kernels=True, pulls=True, problem=problem)
+    for kernels, movement in ((True, KernelRows), (False, PortableRows)):
+        memory, row_ops, _ = parts(monkeypatch, memfabric=True, kernels=kernels, problem=problem)
+        assert isinstance(memory, SegmentMemory)
+        assert type(row_ops) is movement
+        memory.close()
+    assert "the host pool is a shared-memory segment" in caplog.text
+    if version == "1.2.0":
+        (tmp_path / "built").mkdir()
+        (tmp_path / "built" / memfabric_kernels.LIBRARY).write_text("built")
+        monkeypatch.setenv(memfabric_kernels.EXTEND, str(tmp_path / "built"))
+        assert memfabric_kernels.kernels_problem() is None
+
+
 def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.delenv(KERNELS_ENV, raising=False)
     assert load_kernels() is None
@@ -328,7 +408,7 @@ def row_ops(movement: str) -> PortableRows:
     if movement == "sparse_copy":
         return SparseCopyRows(*BASICS, sparse_copy)
     if movement == "kernels":
-        return KernelRows(*BASICS, CoreKernels(SimulatedNpu()))
+        return KernelRows(*BASICS, CoreKernels(SimulatedNPU()))
     return PortableRows(*BASICS)
 
 
@@ -433,44 +513,3 @@ def test_integers_go_over_in_one_transfer_to_where_they_always_are(monkeypatch: 
         places.append([got.data_ptr() for got in found if got is not found[2]])
     assert places[0] == places[1]
     assert moved == [16 + 48 + 16 + 1, 16 + 48 + 16 + 20]
-
-
-# ------------------------------------------------------------------------------------------------------ steps
-
-
-class Manager:
-    """Records the calls that begin steps."""
-
-    def __init__(self) -> None:
-        self.begun: list[Any] = []
-
-    def begin_step(self, batch: Any) -> None:
-        self.begun.append(("step", batch))
-
-    def begin_draft(self, batch: Any, index: int) -> None:
-        self.begun.append((index, batch))
-
-
-def test_a_step_begins_at_its_first_layer_and_a_draft_pass_at_the_mtp_layer() -> None:
-    offload = object.__new__(AscendOffload)
-    manager = offload.manager = Manager()  # type: ignore[assignment]
-    offload.geometry = SimpleNamespace(num_target_layers=3)  # type: ignore[assignment]
-    offload._target = offload._draft = None
-    offload._drafts = 0
-    offload._req_ids = lambda: ["a", "b"]
-
-    def metadata(requests: int = 2) -> Any:
-        batch = SimpleNamespace(num_requests=requests, named=tuple)
-        return SimpleNamespace(batch=batch)
-
-    for _ in range(2):
-        manager.begun.clear()
-        target, first, second = metadata(), metadata(), metadata(1)
-        of_shared_layers = SimpleNamespace(batch=target.batch)  # another object for the same step
-        for layer in range(3):
-            assert offload.enter(layer, of_shared_layers if layer == 1 else target)
-        assert offload.enter(3, first)
-        assert offload.enter(3, second)
-        assert manager.begun == [("step", ("a", "b")), (0, ("a", "b")), (1, ("a",))]
-    assert not offload.enter(0, metadata(3))  # a dummy run: more requests than there are
-    assert len(manager.begun) == 3

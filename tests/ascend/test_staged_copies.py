@@ -20,7 +20,7 @@ BLOCKS, BLOCK = 6, 4
 WIDTHS = (8, 2)
 
 
-class LazyNpu:
+class LazyNPU:
     """torch.npu, as far as it is used. `copies`: those that were asked for and not done yet."""
 
     def __init__(self) -> None:
@@ -37,8 +37,8 @@ class LazyNpu:
 
 
 @pytest.fixture
-def npu(monkeypatch: pytest.MonkeyPatch) -> LazyNpu:
-    made = LazyNpu()
+def npu(monkeypatch: pytest.MonkeyPatch) -> LazyNPU:
+    made = LazyNPU()
     real = torch.Tensor.copy_
 
     def copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -59,7 +59,7 @@ def caches() -> list[torch.Tensor]:
     return [first, second, first]
 
 
-def staged(npu: LazyNpu, caches: list[torch.Tensor], stage_bytes: int = 1 << 20) -> StagedCopies:
+def staged(npu: LazyNPU, caches: list[torch.Tensor], stage_bytes: int = 1 << 20) -> StagedCopies:
     return StagedCopies(npu, caches, stage_bytes, lambda n: torch.zeros(n, dtype=torch.uint8))
 
 
@@ -84,7 +84,7 @@ def pool_of(nbytes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("stage_bytes", [1 << 20, 100, 1])
-def test_what_is_saved_is_loaded(npu: LazyNpu, caches: list[torch.Tensor], stage_bytes: int) -> None:
+def test_what_is_saved_is_loaded(npu: LazyNPU, caches: list[torch.Tensor], stage_bytes: int) -> None:
     copies = staged(npu, caches, stage_bytes)
     pool, bounds = pool_of(BLOCKS * BLOCK * sum(WIDTHS) * 2)
     spans = block_spans(caches, pool, [4, 0, 5, 2])
@@ -99,7 +99,7 @@ def test_what_is_saved_is_loaded(npu: LazyNpu, caches: list[torch.Tensor], stage
     assert npu.copies == []
 
 
-def test_neighbours_on_the_device_are_one_copy(npu: LazyNpu, caches: list[torch.Tensor]) -> None:
+def test_neighbours_on_the_device_are_one_copy(npu: LazyNPU, caches: list[torch.Tensor]) -> None:
     copies = staged(npu, caches)
     pool, bounds = pool_of(BLOCKS * BLOCK * sum(WIDTHS) * 2)
     copies.copy(block_spans(caches, pool, [3, 1, 2, 5]), "save", bounds)
@@ -109,7 +109,7 @@ def test_neighbours_on_the_device_are_one_copy(npu: LazyNpu, caches: list[torch.
 
 @pytest.mark.parametrize("direction", ["load", "save"])
 def test_control_nobody_waits_for_the_device(
-    npu: LazyNpu, caches: list[torch.Tensor], direction: Direction, monkeypatch: pytest.MonkeyPatch
+    npu: LazyNPU, caches: list[torch.Tensor], direction: Direction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies = staged(npu, caches)
     pool, bounds = pool_of(BLOCKS * BLOCK * sum(WIDTHS) * 2)
@@ -122,7 +122,7 @@ def test_control_nobody_waits_for_the_device(
     assert set(arrived.tolist()) != {1 if direction == "load" else 2}
 
 
-def test_memory_of_no_cache_is_refused(npu: LazyNpu, caches: list[torch.Tensor]) -> None:
+def test_memory_of_no_cache_is_refused(npu: LazyNPU, caches: list[torch.Tensor]) -> None:
     copies = staged(npu, caches)
     pool, bounds = pool_of(4096)
     spans = block_spans(caches, pool, [0])
@@ -142,7 +142,7 @@ def test_batches(sizes: list[int], limit: int, expected: list[int]) -> None:
 
 
 def test_the_store_moves_device_memory_so_and_host_memory_as_ever(
-    npu: LazyNpu, caches: list[torch.Tensor]
+    npu: LazyNPU, caches: list[torch.Tensor]
 ) -> None:
     store = LocalStore(uuid.uuid4().hex, 1 << 20, devices=staged(npu, caches))
     whole = [Region(c.data_ptr(), c.numel() * c.element_size(), "npu") for c in caches[:2]]

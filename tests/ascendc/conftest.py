@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from twin_kernels import Kernels, build
+
+from tests.ascendc.twin_kernels import Kernels, build
 
 
 @pytest.fixture(scope="session")

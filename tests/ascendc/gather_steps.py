@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from row_steps import Batch, Layout, Rows, ints, make_batch, numbers, random_rows
-from twin_kernels import IN, IN_OUT, OUT, Kernels, Ran, aligned
 
+from tests.ascendc.row_steps import Batch, Layout, Rows, ints, make_batch, numbers, random_rows
+from tests.ascendc.twin_kernels import IN, IN_OUT, OUT, Kernels, Ran, aligned
 from vllm_kvoffload.ops import oracle
 
 STATUS_UNIT = 16  # int32 of a line

@@ -1,20 +1,18 @@
-"""Steps of dsa_plan on the twin: shapes, ids meant to hurt, and the call beside the oracle's."""
+"""Steps of dsa_plan on the twin: the kernel's shapes, and the call beside the oracle's."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from twin_kernels import IN, IN_OUT, UB_BYTES, Kernels, Ran, aligned
 
+from tests import plan_cases
+from tests.ascendc.twin_kernels import IN, IN_OUT, UB_BYTES, Kernels, Ran, aligned
+from tests.plan_cases import OUTPUT, STATE, Request, Step
 from vllm_kvoffload.ops import oracle
 from vllm_kvoffload.ops.types import PlanOut, Residency
 from vllm_kvoffload.policies import POLICIES
-
-STATE = ("tags", "ages", "hands", "high")
-OUTPUT = ("slots", "new_slots", "miss_ids", "miss_slots", "miss_counts", "stats", "kinds", "miss_positions")
-INT32 = np.iinfo(np.int32)
 
 
 @dataclass(frozen=True)
@@ -25,19 +23,27 @@ class Shape:
     ways: int
     policy: str
     max_query: int = 1
-    rows: int = 0  # of the residency; 0: one more than there are requests
+    partitions: int = 0  # of the residency; 0: one more than there are requests
     compact: bool = False
 
     @property
-    def num_rows(self) -> int:
-        return self.rows or self.requests + 1
+    def num_partitions(self) -> int:
+        return self.partitions or self.requests + 1
+
+    @property
+    def topk(self) -> int:
+        return self.width
+
+    @property
+    def max_query_len(self) -> int:
+        return self.max_query
 
     @property
     def max_tokens(self) -> int:
         return self.requests * self.max_query + 2
 
     def residency(self) -> Residency:
-        return Residency.allocate(self.num_rows, self.sets * self.ways, self.ways, self.policy)
+        return Residency.allocate(self.num_partitions, self.sets * self.ways, self.ways, self.policy)
 
     def plan_out(self) -> PlanOut:
         return PlanOut(self.max_tokens, self.requests, self.width, self.max_query, compact=self.compact)
@@ -49,7 +55,7 @@ class Shape:
             tokens,
             self.width,
             self.max_query,
-            self.num_rows,
+            self.num_partitions,
             self.sets,
             self.ways,
             POLICIES.index(self.policy),
@@ -58,106 +64,21 @@ class Shape:
         )
 
 
-@dataclass
-class Step:
-    topk: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    rows: torch.Tensor
-
-
-@dataclass
-class Sequence:
-    """A row's occupant: accepted tokens, and what its last query chose."""
-
-    stable: int
-    previous: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-
-
-KINDS = ("uniform", "recent", "one_set", "duplicates", "holes", "future", "extremes", "previous", "overfull")
-
-
-def choose_ids(
-    rng: np.random.Generator, kind: str, shape: Shape, seq_len: int, previous: np.ndarray
-) -> np.ndarray:
-    """int32 [width] ids of one query token."""
-    count = shape.width
-    if kind == "recent":
-        ids = seq_len - 1 - rng.integers(0, 2 * count, count)
-    elif kind == "one_set":
-        ids = np.resize(rng.permutation(max(seq_len // shape.sets, 1)), count) * shape.sets
-        ids += rng.integers(0, shape.sets)
-    elif kind == "overfull":  # more ids than ways in a few sets, some of them twice
-        home = rng.integers(0, shape.sets, 3)
-        ids = rng.choice(home, count) + shape.sets * rng.integers(0, max(seq_len // shape.sets, 1), count)
-    elif kind == "duplicates":
-        ids = rng.choice(rng.integers(0, seq_len, 5), count)
-    elif kind == "future":
-        ids = rng.integers(seq_len - 3, seq_len + 5, count)
-    elif kind == "extremes":
-        edge = [
-            INT32.min,
-            INT32.min + 1,
-            -2,
-            -1,
-            0,
-            1,
-            seq_len - 2,
-            seq_len - 1,
-            seq_len,
-            INT32.max - 1,
-            INT32.max,
-        ]
-        ids = rng.choice(edge, count)
-    elif kind == "previous" and len(previous):
-        ids = previous.copy()
-        changed = rng.random(count) < 0.1
-        ids[changed] = rng.integers(0, seq_len, count)[changed]
-    elif kind == "same":
-        ids = np.arange(count) * 3
-    else:
-        ids = rng.permutation(np.arange(max(seq_len, count)))[:count]
-        if kind == "holes":
-            ids = np.where(rng.random(count) < 0.4, -1, ids)
-    return np.asarray(ids).astype(np.int32)
-
-
 def make_step(
     rng: np.random.Generator,
     shape: Shape,
-    sequences: dict[int, Sequence],
+    requests: dict[int, Request],
     kinds: tuple[str, ...],
     whole: bool = False,
 ) -> Step:
-    """One step: rows in any order, some requests without a row or without tokens, drafts accepted or not.
-    ``whole``: every request has a row and all its query tokens."""
-    rows = rng.permutation(shape.num_rows)[: shape.requests].astype(np.int32)
+    """One step: partitions in any order, some requests without a partition or without tokens, drafts accepted
+    or not. ``whole``: every request has a partition and all its query tokens."""
+    rows = rng.permutation(shape.num_partitions)[: shape.requests].astype(np.int32)
     if not whole:
         rows[rng.random(shape.requests) < 0.1] = -1
-    topk, starts, seq_lens = [], [0], []
-    for row in rows.tolist():
-        sequence = sequences.setdefault(row, Sequence(int(rng.integers(0, 4 * shape.sets * shape.ways))))
-        query = 0 if rng.random() < 0.05 else int(rng.integers(1, shape.max_query + 1))
-        query = shape.max_query if whole else query
-        seq_len = sequence.stable + query
-        for _ in range(query):
-            kind = str(rng.choice(kinds))
-            topk.append(choose_ids(rng, kind, shape, max(seq_len, 1), sequence.previous))
-            sequence.previous = topk[-1]
-        starts.append(starts[-1] + query)
-        seq_lens.append(seq_len)
-        sequence.stable += int(rng.integers(0, query + 1))
-        if rng.random() < 0.05:  # a new occupant, the row not reset
-            sequences[row] = Sequence(int(rng.integers(0, 2 * shape.sets * shape.ways)))
-    for _ in range(int(rng.integers(0, 3))):
-        topk.append(rng.integers(-1, 100, shape.width).astype(np.int32))
-    ids = np.stack(topk) if topk else np.full((1, shape.width), -1, np.int32)
-    return Step(
-        aligned(torch.from_numpy(ids)),
-        aligned(torch.tensor(starts, dtype=torch.int32)),
-        aligned(torch.tensor(seq_lens, dtype=torch.int32)),
-        aligned(torch.from_numpy(rows)),
-    )
+    length = 4 * shape.sets * shape.ways
+    made = plan_cases.make_step(rng, shape, requests, rows.tolist(), kinds, length, whole=whole)
+    return Step(*map(aligned, made.inputs))
 
 
 class PlanOnTwin:

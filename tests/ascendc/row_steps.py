@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from twin_kernels import IN, IN_OUT, OUT, REPORT_INTS, Kernels, Ran, aligned
 
+from tests.ascendc.twin_kernels import IN, IN_OUT, OUT, REPORT_INTS, Kernels, Ran, aligned
 from vllm_kvoffload.ops import oracle
 from vllm_kvoffload.ops.types import Kind
 

@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gather_steps import Selections, gather, make_topk, oracle_gather
-from plan_steps import KINDS, PlanOnTwin, Sequence, Shape, make_step
-from row_steps import (
+
+from tests.ascendc.gather_steps import Selections, gather, make_topk, oracle_gather
+from tests.ascendc.plan_steps import PlanOnTwin, Shape, make_step
+from tests.ascendc.row_steps import (
     Layout,
     Rows,
     host_write,
@@ -31,8 +32,8 @@ from row_steps import (
     serve,
     serve_compact,
 )
-from twin_kernels import ROOT, SCHEDULES, Kernels, Ran, aligned
-
+from tests.ascendc.twin_kernels import ROOT, SCHEDULES, Kernels, Ran, aligned
+from tests.plan_cases import KINDS, Request
 from vllm_kvoffload.ops import oracle
 
 Case = Callable[[Kernels, str, str], Ran]  # (library, schedule, site to drop)
@@ -53,7 +54,7 @@ def differs(ran: Ran, same: bool) -> Ran:
 def plan_case(shape: Shape, cores: int, kinds: tuple[str, ...], steps: int = 3) -> Case:
     """All query tokens in every second step."""
     rng = np.random.default_rng(shape.width)
-    sequences: dict[int, Sequence] = {}
+    sequences: dict[int, Request] = {}
     plan = PlanOnTwin(shape)
     made = []
     for i in range(steps):

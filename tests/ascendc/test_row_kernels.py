@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gather_steps import Selections, gather, make_topk, oracle_gather
-from row_steps import (
+
+from tests.ascendc.gather_steps import Selections, gather, make_topk, oracle_gather
+from tests.ascendc.row_steps import (
     Batch,
     Layout,
     Rows,
@@ -22,8 +23,7 @@ from row_steps import (
     serve,
     serve_compact,
 )
-from twin_kernels import SCHEDULES, Kernels, Ran, aligned
-
+from tests.ascendc.twin_kernels import SCHEDULES, Kernels, Ran, aligned
 from vllm_kvoffload.ops import oracle
 
 CORES = (1, 5, 40)

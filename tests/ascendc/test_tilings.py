@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from twin_kernels import LINE, Kernels, RefusedError
 
+from tests.ascendc.twin_kernels import LINE, Kernels, RefusedError
 from vllm_kvoffload.policies import POLICIES
 
 PLAN = {
@@ -104,7 +104,7 @@ def test_the_workspace_of_a_plan(kernels: Kernels) -> None:
     [
         (
             {"sets": 32, "width": 128},
-            "sets: the kernel needs at least 64 per row, got 32; use a topk_buffer_size of",
+            "sets: the kernel needs at least 64 per partition, got 32; use a topk_buffer_size of",
         ),
         ({"sets": 96}, "sets: must be a power of two, got 96"),
         ({"ways": 8}, "ways: must be 16 or 32, got 8"),
@@ -112,12 +112,12 @@ def test_the_workspace_of_a_plan(kernels: Kernels) -> None:
         ({"width": 100}, "top-k width: must be a multiple of 16, got 100"),
         ({"policy": -1}, "policy: must be 0 to"),
         ({"policy": len(POLICIES)}, f"policy: must be 0 to {len(POLICIES) - 1}, got {len(POLICIES)}"),
-        ({"sets": 64}, "top-k: 1 query tokens of 2048 ids do not fit a row of 1024 slots"),
+        ({"sets": 64}, "top-k: 1 query tokens of 2048 ids do not fit a partition of 1024 slots"),
         ({"capacity": 1024}, "miss capacity: 1024 is less than the 2048 ids of a request"),
         ({"requests": 40000}, "unified buffer: the plan needs"),
         ({"requests": -1}, "requests: must be 0 to"),
         ({"rows": 1 << 20}, "pool: must have less than 2^31 slots in all"),
-        ({"sets": 4096}, "slots per row: must be at most 32768"),
+        ({"sets": 4096}, "slots per partition: must be at most 32768"),
     ],
 )
 def test_plans_refused(kernels: Kernels, changes: dict[str, int], message: str) -> None:
@@ -167,12 +167,12 @@ def test_rows_that_share_lines_stay_with_one_core(kernels: Kernels) -> None:
         (
             "dsa_serve",
             {"bytes0": 656, "slots": 127},
-            "pool: rows of 127 slots of 656 bytes must begin on a line",
+            "pool: partitions of 127 slots of 656 bytes must begin on a line",
         ),
         ("dsa_serve", {"table_width": 60000}, "unified buffer: .* narrower block table"),
         ("dsa_serve", {"requests": 20000}, "unified buffer: .* use fewer requests per call"),
         ("dsa_serve", {"blocks": 1 << 25}, r"host: must have less than 2\^31 tokens"),
-        ("dsa_serve_compact", {"slots": 0}, "slots per row: must be 1 to"),
+        ("dsa_serve_compact", {"slots": 0}, "slots per partition: must be 1 to"),
         ("dsa_install", {"capacity": 0}, "miss capacity: must be 1 to"),
         (
             "gather_selection",

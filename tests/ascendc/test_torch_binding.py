@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from twin_kernels import ROOT
+
+from tests.ascendc.twin_kernels import ROOT
 
 HERE = Path(__file__).parent
 SOURCES = [

@@ -16,7 +16,7 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure, Receive
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import prompt_digest
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_d import DecodeWorker
 from vllm_kvoffload.metrics import DECODE, PREFILL, StatsChannel, find_stats
-from vllm_kvoffload.settings.remote_d2h import Limits
+from vllm_kvoffload.settings.remote_d2h import RemoteD2HLimits
 from vllm_kvoffload.transfer import PeerHandle, ReadHandle, TransferEngine
 from vllm_kvoffload.transfer.base import prepare
 from vllm_kvoffload.transfer.spans import RegionTable
@@ -26,7 +26,7 @@ PrefillWorker = pytest.importorskip("vllm_kvoffload.connectors.sfa_remote_d2h.wo
 
 BLOCKS, LAYERS, WIDTH = 12, 3, 8
 FACTS = {"dtype": "float32"}
-LIMITS = Limits(lease_s=1.0, request_s=8.0)
+LIMITS = RemoteD2HLimits(lease_s=1.0, request_s=8.0)
 HOST = "127.0.0.1"
 
 
@@ -153,7 +153,7 @@ class Bench:
         while req_id not in self.done:
             assert time.monotonic() < end, self.decode.consumer.live
             results = self.decode.finish_step(set())
-            self.done.update(dict.fromkeys(results.done, results.failed_blocks))
+            self.done.update(dict.fromkeys(results.received, results.failed_blocks))
             self.failures.update(results.failures)
             time.sleep(0.01)
         return self.done[req_id]
@@ -162,7 +162,7 @@ class Bench:
         begin, freed = time.monotonic(), set()
         while not freed:
             assert time.monotonic() - begin < seconds
-            freed = self.prefill.take_free()
+            freed = self.prefill.finish_step().sent
             time.sleep(0.01)
         return freed, time.monotonic() - begin
 

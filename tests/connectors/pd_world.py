@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import Consumer
 from vllm_kvoffload.connectors.sfa_remote_d2h.facts import digest_of
-from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Outcome, Phase, ReadOrder, Receive
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Outcome, ReadOrder, Receive, ReceivePhase
 from vllm_kvoffload.connectors.sfa_remote_d2h.producer import Producer
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     Hello,
@@ -19,12 +19,12 @@ from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     prompt_digest,
 )
 from vllm_kvoffload.metrics import DECODE, PREFILL
-from vllm_kvoffload.settings.remote_d2h import Limits
+from vllm_kvoffload.settings.remote_d2h import RemoteD2HLimits
 
 LAYERS = 2
 POISON = ("poison",)
 WORKERS = {"frames_refused", "control_errors"}
-LIMITS = Limits(lease_s=10.0, request_s=200.0)
+LIMITS = RemoteD2HLimits(lease_s=10.0, request_s=200.0)
 POOL = 40
 FACTS = {"dtype": "bfloat16", "block_size": "16"}
 
@@ -163,7 +163,7 @@ class World:
             assert counts.done + counts.failed.total() == told
             values = consumer.metrics()
             assert values.keys() | WORKERS | {"pulled_bytes", "strangers_closed"} == DECODE.index.keys()
-            assert sum(values[f"receives.{phase.value}"] for phase in Phase) == live
+            assert sum(values[f"receives.{phase.value}"] for phase in ReceivePhase) == live
         for producer in self.producers:
             values = producer.metrics()
             assert values.keys() | WORKERS == PREFILL.index.keys()
@@ -403,5 +403,5 @@ class World:
             assert not producer._transfers
 
     @property
-    def phases(self) -> list[Phase]:
+    def phases(self) -> list[ReceivePhase]:
         return [phase for consumer in self.consumers for phase in consumer.live.values()]

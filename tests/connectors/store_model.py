@@ -35,8 +35,8 @@ from vllm_kvoffload.connectors.ascend_store.planning import key_space
 from vllm_kvoffload.connectors.ascend_store.worker import StoreWorker
 from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.layerwise.buffer_plan import BufferPlan
-from vllm_kvoffload.layerwise.pipeline import LayerMemory, LayerPipeline, Limits, Part
-from vllm_kvoffload.runtime import CpuRuntime
+from vllm_kvoffload.layerwise.pipeline import LayerMemory, LayerPipeline, Part, PipelineLimits
+from vllm_kvoffload.runtime import CPURuntime
 from vllm_kvoffload.store import StoreError
 from vllm_kvoffload.store.local import LocalStore
 from vllm_kvoffload.transfer.base import Region
@@ -168,7 +168,7 @@ class Rank:
     """A worker: its caches, its client of the store, its pipeline."""
 
     def __init__(
-        self, plan: BufferPlan, num_blocks: int, store: FaultyStore, limits: Limits, **options: Any
+        self, plan: BufferPlan, num_blocks: int, store: FaultyStore, limits: PipelineLimits, **options: Any
     ) -> None:  # fmt: skip
         self.plan, self.store = plan, store
         shape = (num_blocks, BLOCK)
@@ -183,7 +183,7 @@ class Rank:
             memory.append(LayerMemory(layer.index, tuple(parts)))
         self.object_bytes = offset
         store.store.register([Region(int(c.ctypes.data), c.nbytes) for c in (*self.main, *self.keys)])
-        self.runtime = CpuRuntime()
+        self.runtime = CPURuntime()
         self.pipeline = LayerPipeline(plan, memory, num_blocks, store, self.runtime, limits)
         self.worker = StoreWorker(
             store, pipeline=self.pipeline, block_size=BLOCK, object_bytes=offset, shares=plan.has_reuse,
@@ -263,10 +263,10 @@ class Engine:
         plan = self.settings.buffers
         assert plan is not None
         self.plan, self.num_blocks, self.drafts = plan, num_blocks, drafts
-        self._make_ranks(ranks, objects, Limits(deadline_s=deadline_s))
+        self._make_ranks(ranks, objects, PipelineLimits(deadline_s=deadline_s))
         self._make_scheduler()
 
-    def _make_ranks(self, count: int, objects: int, limits: Limits) -> None:
+    def _make_ranks(self, count: int, objects: int, limits: PipelineLimits) -> None:
         engine_id = str(self.config.kv_transfer_config.engine_id)
         self.key_space = key_space(self.config, self.settings)
         self.owner = LocalStore(engine_id, objects * OBJECT_PAGES)
@@ -455,7 +455,7 @@ class Engine:
         self.set_faults(Faults())
         for rank in self.ranks:
             rank.store.let_go()
-            rank.pipeline._limits = Limits()  # a busy machine is no fault
+            rank.pipeline._limits = PipelineLimits()  # a busy machine is no fault
         for _ in range(steps):
             if not self.live:
                 break

@@ -6,7 +6,6 @@ decode server recomputes what it can't load, has few blocks, and reads wrong KV 
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import time
@@ -14,8 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from meta_server import meta_server
-from pd_servers import (
+
+from tests import import_path
+from tests.connectors.meta_server import meta_server
+from tests.connectors.pd_servers import (
     HOST,
     LEASE_S,
     Answer,
@@ -32,7 +33,6 @@ from pd_servers import (
     wait_for,
     wait_free,
 )
-
 from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
 from vllm_kvoffload.demo.text import load_text
 
@@ -75,9 +75,7 @@ def servers(flag, tmp_path_factory):
     other = Engine(
         arguments=("--num-gpu-blocks-override", "40"),
         transfer={"kv_load_failure_policy": "recompute"},
-        environment={
-            "PYTHONPATH": os.pathsep.join([str(flag.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        },
+        environment={"PYTHONPATH": import_path(flag.parent)},
     )
     with fleet(
         checkpoint,
@@ -102,7 +100,7 @@ def essay(characters: int, start: int) -> str:
 # ------------------------------------------------------------------------------------------ the same answers
 
 
-@pytest.mark.parametrize("length", [1, 10, 64, 65, 200, 256, 700, 1500])
+@pytest.mark.parametrize("length", [1, 64, 65, 256, 257, 1500])
 def test_prompt_lengths(servers, length):
     """Below and above top-k (64), whole blocks and not, one chunk and several (of 256)."""
     before = metric(servers.decode[0], PULLED)

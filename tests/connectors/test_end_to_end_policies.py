@@ -6,9 +6,9 @@ import json
 import os
 
 import pytest
-from pd_servers import Engine, chat, completion, fleet, metric
-from test_end_to_end import essay, prompt
 
+from tests.connectors.pd_servers import Engine, chat, completion, fleet, metric
+from tests.connectors.test_end_to_end import essay, prompt
 from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
 
 pytest.importorskip("nixl_cu12")

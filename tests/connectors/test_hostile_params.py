@@ -95,9 +95,10 @@ def make(producer: bool, monkeypatch: pytest.MonkeyPatch) -> SfaRemoteD2HConnect
     made = SfaRemoteD2HConnector(config, KVConnectorRole.SCHEDULER, caches)
     made.set_xfer_handshake_metadata({0: LayoutMetadata("ef56")})
     made.posts, made.notices = [], []
-    if made._decode is not None:
-        made._decode._rendezvous.post = lambda *post: made.posts.append(post)
-        made._decode._rendezvous.notify = lambda *notice: made.notices.append(notice) or True
+    if not producer:
+        rendezvous = made.connector_scheduler._rendezvous
+        rendezvous.post = lambda *post: made.posts.append(post)
+        rendezvous.notify = lambda *notice: made.notices.append(notice) or True
     return made
 
 

@@ -13,12 +13,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from msgspec.structs import replace
-from pd_world import FACTS, LAYERS, LIMITS, POOL, World
 
+from tests.connectors.pd_world import FACTS, LAYERS, LIMITS, POOL, World
 from vllm_kvoffload.connectors.sfa_remote_d2h.consumer import EARLY_KEPT, Consumer
 from vllm_kvoffload.connectors.sfa_remote_d2h.facts import digest_of
 from vllm_kvoffload.connectors.sfa_remote_d2h.introductions import DECLINES_KEPT, Declines
-from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Phase
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import ReceivePhase
 from vllm_kvoffload.connectors.sfa_remote_d2h.producer import HELLO_RETRY_S, REFUSED_S, UNANSWERED_S
 from vllm_kvoffload.connectors.sfa_remote_d2h.wire import (
     Beat,
@@ -193,7 +193,7 @@ def failures(world, rank=0):
 
 
 def test_phases_have_their_series():
-    assert tuple(phase.value for phase in Phase) == RECEIVE_PHASES
+    assert tuple(phase.value for phase in ReceivePhase) == RECEIVE_PHASES
 
 
 def test_every_request_ends_and_nothing_leaks():
@@ -365,7 +365,7 @@ def test_a_dead_prefill_is_noticed():
     (job,) = world.jobs.values()
     world.step(job, 2)
     world.settle(1.0)
-    assert world.phases == [Phase.READING]
+    assert world.phases == [ReceivePhase.READING]
     world.start_prefill_engine()
     begin = world.now
     while world.wanted:

@@ -243,7 +243,10 @@ EXTRA = {"transfer_backend": "nixl", "use_layerwise": True}
 def test_the_documented_options_are_accepted():
     config = parse_remote_d2h("kv_consumer", 20050, EXTRA, "cpu")
     assert (config.producer, config.kv_port, config.transfer_backend) == (False, 20050, "nixl")
-    assert parse_remote_d2h("kv_producer", 20050, {"transfer_backend": "memfabric"}, "npu").producer
+    npu = parse_remote_d2h("kv_producer", 20050, {"transfer_backend": "memfabric"}, "npu")
+    assert (npu.producer, npu.protocol) == (True, "sdma")
+    chosen = {"transfer_backend": "memfabric", "memfabric_transfer_protocol": "device_rdma"}
+    assert parse_remote_d2h("kv_producer", 20050, chosen, "npu").protocol == "device_rdma"
 
 
 @pytest.mark.parametrize(
@@ -268,6 +271,13 @@ def test_the_documented_options_are_accepted():
         ("kv_consumer", {**EXTRA, "metaserver_hosts": []}, "cpu", "must be a list"),
         ("kv_producer", {**EXTRA, "decode_hosts": ["*", "a"]}, "cpu", "'*' is neither a host name"),
         ("kv_producer", {**EXTRA, "decode_hosts": ["10.0.0.0/99"]}, "cpu", "nor a network"),
+        (
+            "kv_producer",
+            {"transfer_backend": "memfabric", "memfabric_transfer_protocol": "rdma"},
+            "npu",
+            "memfabric_transfer_protocol='rdma': ",
+        ),
+        ("kv_producer", {**EXTRA, "memfabric_transfer_protocol": "sdma"}, "cpu", "MemFabric isn't used"),
         ("kv_producer", {**EXTRA, "control_key_file": 5}, "cpu", "must be the path of a file"),
         ("kv_producer", {**EXTRA, "control_key_file": "/no/such"}, "cpu", "can't be read: No such file"),
         ("kv_producer", {**EXTRA, "control_key_file": "/dev/null"}, "cpu", "is no file"),

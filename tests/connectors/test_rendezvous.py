@@ -7,7 +7,8 @@ import threading
 import time
 
 import pytest
-from meta_server import meta_server
+
+from tests.connectors.meta_server import meta_server
 
 pytest.importorskip("aiohttp")
 

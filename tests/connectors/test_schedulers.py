@@ -219,7 +219,7 @@ def test_the_proxy_is_told_why_a_request_failed(decode, ended):
         "request_id": "cmpl-a-0", "error": "prefill has another dtype", "failure": "mismatch",
         "prefill_layout": "abcd",
     }  # fmt: skip
-    decode.reported([asked.request_id])
+    decode.received([asked.request_id])
     assert decode.reset()
 
 
@@ -319,7 +319,7 @@ def test_a_loss_begins_again(prefill, preempted):
     prefill.allocated(served)
     req_id = served.request_id
     run(prefill, req_id, [5, 6, 7], 0, 10, new=True)
-    prefill.lost({6})
+    prefill.blocks_invalid({6})
     if preempted:
         assert prefill.metadata(Output(preempted_req_ids={req_id})).dropped == [(req_id, True)]
         prefill.allocated(served)
@@ -386,7 +386,7 @@ def test_a_reset_waits_for_what_decode_may_read(prefill):
     run(prefill, served.request_id, [5, 6, 7], 0, 10, new=True)
     assert prefill.finished(served.request_id)
     assert not prefill.reset()
-    prefill.reported({served.request_id})
+    prefill.sent({served.request_id})
     assert prefill.reset()
     prefill.allocated(running)
     run(prefill, running.request_id, [1, 2], 0, 7, new=True)

@@ -8,23 +8,17 @@ so that it pulls all of a prompt, also what prefill has loaded from its store.
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
-from pd_servers import Engine, check_same, completion, fleet, metric, wait_free
 
+from tests import hostsim, import_path
+from tests.connectors.pd_servers import Engine, check_same, completion, fleet, metric, wait_free
+from tests.hostsim.cluster import MetaCluster
 from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
 from vllm_kvoffload.demo.server import transfer_options, with_store
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import hostsim
-from hostsim.cluster import MetaCluster
 
 pytest.importorskip("nixl_cu12")
 pytestmark = pytest.mark.slow
@@ -54,11 +48,8 @@ STORES = {
 
 PULLED = "vllm:external_prefix_cache_hits_total"  # tokens: on decode pulled, on prefill out of the store
 LOADED = "vllm:kvoffload_store_loaded_bytes_total"
-STAND_INS = f"""
-import sys
-
-sys.path.append({str(Path(__file__).parents[1])!r})
-import hostsim
+STAND_INS = """
+from tests import hostsim
 
 hostsim.activate()
 """
@@ -83,8 +74,9 @@ def joint(kind: str) -> Engine:
 def with_stand_ins(engine: Engine, cluster: MetaCluster) -> Engine:
     """The same engine in processes in which MemCache runs without an NPU."""
     (cluster.folder / "sitecustomize.py").write_text(STAND_INS)
-    path = os.pathsep.join([str(cluster.folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return dataclasses.replace(engine, environment={**cluster.environ, "PYTHONPATH": path})
+    return dataclasses.replace(
+        engine, environment={**cluster.environ, "PYTHONPATH": import_path(cluster.folder)}
+    )
 
 
 @pytest.fixture(scope="module")

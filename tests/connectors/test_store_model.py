@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import store_model
-from store_model import BLOCK, Engine, Faults
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tests.connectors import store_model
+from tests.connectors.store_model import BLOCK, Engine, Faults
 from vllm_kvoffload.connectors.ascend_store.lost_steps import LostStepScheduler
 from vllm_kvoffload.connectors.ascend_store.scheduler import StoreScheduler
 from vllm_kvoffload.connectors.ascend_store.worker import StoreWorker
@@ -103,6 +103,7 @@ def wrong(checkpoint, seeds, cases) -> dict[int, list[str]]:
     return {seed: list_ for seed, list_ in found.items() if list_}
 
 
+@pytest.mark.slow
 def test_random_programs(checkpoint):
     assert wrong(checkpoint, range(SEEDS), CASES) == {}
 
@@ -135,6 +136,7 @@ def _snapshots_are_taken_for_one_another(monkeypatch):
     monkeypatch.setattr(StoreWorker, "_partial", by_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "case"),
     [

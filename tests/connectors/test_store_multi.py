@@ -12,16 +12,10 @@ from vllm_kvoffload.connectors.ascend_store.connector import AscendStoreConnecto
 from vllm_kvoffload.connectors.multi import KVOffloadMultiConnector
 from vllm_kvoffload.connectors.sfa_remote_d2h.connector import SfaRemoteD2HConnector
 
-LAST = 3
 
-
-class Producer:
+class Prefill:
     def __init__(self) -> None:
-        self.published: list[int] = []
         self.heard: list[object] = []
-
-    def layer_done(self, layer, _written):
-        self.published.append(layer)
 
     def listen(self, on_news):
         self.heard.append(on_news)
@@ -31,13 +25,15 @@ class Remote(SfaRemoteD2HConnector):
     """Of a prefill engine, without sockets."""
 
     def __init__(self) -> None:
-        self._late_layer, self._progress, self._producer, self._compute = None, False, None, None
+        self._joint, self.connector_worker, self._compute = {}, None, None
         self._config = SimpleNamespace(producer=True, limits=SimpleNamespace(lease_s=15))
 
     def register_kv_caches(self, _caches):
-        if self._late_layer is not None:
-            self._late_layer = LAST
-        self._producer = Producer()
+        self.connector_worker = Prefill()
+
+    @property
+    def readers(self):
+        return self.connector_worker
 
 
 class Store(AscendStoreConnector):
@@ -67,17 +63,16 @@ def test_decode_never_gets_what_the_store_loses(shares):
     remote, store = Remote(), Store(shares)
     joined(remote, store)
     ((guard, reads_s),) = store.guards
-    assert guard is remote._producer
-    assert (reads_s > 15, remote._progress, len(remote._producer.heard)) == (shares, shares, int(shares))
+    assert guard is remote.connector_worker
+    assert (reads_s > 15, len(remote.connector_worker.heard)) == (shares, int(shares))
+    assert remote._joint == {"last_layer_at_end": True, **({"progress": True} if shares else {})}
 
 
 @pytest.mark.parametrize("with_store", [True, False])
 def test_no_transfer_is_complete_before_the_step_is_known_to_be_right(with_store):
     remote = Remote()
     joined(remote, *([Store(True)] if with_store else []))
-    for layer in range(LAST + 1):
-        remote.save_kv_layer(f"model.layers.{layer}.self_attn.attn", None, None)
-    assert remote._producer.published == list(range(LAST if with_store else LAST + 1))
+    assert remote._joint.get("last_layer_at_end", False) is with_store
 
 
 def test_what_is_wrong_on_one_rank_is_wrong(monkeypatch):

@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from test_schedulers import Output
-
+from tests.connectors.test_schedulers import Output
 from vllm_kvoffload.connectors.ascend_store.metadata import StoreMetadata, StoreStep
 from vllm_kvoffload.connectors.ascend_store.scheduler import StoreScheduler
 from vllm_kvoffload.connectors.ascend_store.worker import StoreWorker
@@ -56,16 +55,16 @@ class Names:
 class Pipeline:
     """Moves everything at once."""
 
-    quiet = True
+    drained = True
 
     def begin(self, step):
-        self.lost, self.wrong, self.given_up = {}, set(), []
+        self.lost, self.invalid, self.given_up = {}, set(), []
         self.requests = step.requests
 
-    def fail(self, number, reason, wrong=True):
+    def fail(self, number, reason, invalid=True):
         self.lost[self.requests[number]] = reason
-        if wrong:
-            self.wrong.add(self.requests[number])
+        if invalid:
+            self.invalid.add(self.requests[number])
 
     def give_up(self, requests, _reason):
         self.given_up += requests

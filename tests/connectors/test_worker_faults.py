@@ -8,8 +8,8 @@ import time
 import msgspec
 import pytest
 import zmq
-from pd_bench import HOST, LIMITS, Bench, metadata
 
+from tests.connectors.pd_bench import HOST, LIMITS, Bench, metadata
 from vllm_kvoffload.connectors.sfa_remote_d2h import connection_gate, wire, worker_d, worker_p
 from vllm_kvoffload.connectors.sfa_remote_d2h.curve import ControlKey
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure
@@ -121,7 +121,7 @@ def test_an_engine_that_raises_costs_one_request(bench, method, monkeypatch):
             bench.decode.consumer._forget(time.monotonic(), session)
         until(lambda: bench.decode._reads.errors)
     else:
-        until(lambda: "r" in bench.decode.finish_step({"r"}).done)
+        until(lambda: "r" in bench.decode.finish_step({"r"}).received)
     setattr(bench.decode_engine, method, good)
     receives(bench)
 
@@ -240,7 +240,7 @@ def test_a_bad_host_costs_its_own_transfers(bench, host, caplog):
     freed = set()
     end = time.monotonic() + 3
     while len(freed) < 4 and time.monotonic() < end:
-        freed |= bench.prefill.take_free()
+        freed |= bench.prefill.finish_step().sent
         time.sleep(0.01)
     assert freed == {"bad0", "bad1", "bad2", "good"}
     bench.wait_metrics("prefill", **{"transfers_closed.unreachable": 3})
@@ -297,7 +297,7 @@ def test_many_declines_close_no_connection_in_use(bench, monkeypatch):
 
 def test_strangers_connections_end(bench, monkeypatch):
     monkeypatch.setattr(connection_gate, "STRANGER_S", 1.0)
-    monkeypatch.setattr(connection_gate, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(connection_gate, "MAX_UNPROVEN", 4)
     receives(bench)
     context = zmq.Context()
     silent = [socket.create_connection((HOST, bench.port)) for _ in range(12)]
@@ -308,7 +308,7 @@ def test_strangers_connections_end(bench, monkeypatch):
         speaker.connect(f"tcp://{HOST}:{bench.port}")
     receives(bench, "meanwhile")
     until(lambda: bench.decode._gate.closed >= 14)
-    until(lambda: bench.decode._gate.strangers == 0)
+    until(lambda: bench.decode._gate.unproven == 0)
     bench.wait_metrics("decode", strangers_closed=bench.decode._gate.closed)
     for connection in silent:
         connection.settimeout(5)

@@ -9,12 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pd_bench import BLOCKS, FACTS, HOST, LIMITS, Bench, Memmove, metadata
 
+from tests.connectors.pd_bench import BLOCKS, FACTS, HOST, LAYERS, LIMITS, Bench, Memmove, metadata
 from vllm_kvoffload.connectors.sfa_remote_d2h import io_thread, reads, worker_d
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
 from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_d import DecodeWorker
+from vllm_kvoffload.connectors.sfa_remote_d2h.worker_p import PrefillWorker
 from vllm_kvoffload.metrics import find_stats
 from vllm_kvoffload.settings.errors import ConfigError
 
@@ -38,6 +39,24 @@ def test_a_request_arrives_and_frees_its_blocks(bench):
     assert bench.wait_freed()[0] == {"r"}
     untouched = [block for block in range(BLOCKS) if block not in (9, 8, 7, 2, 1)]
     assert all(not cache[untouched].any() for cache in bench.ours.values())
+
+
+@pytest.mark.parametrize("at_end", [True, False])
+def test_the_last_layer_may_wait_for_the_end_of_the_step(bench, at_end):
+    """Beside a store a step may still be found invalid at its end; a transfer is complete only then."""
+    made = PrefillWorker(
+        Memmove(), Layout.of(bench.theirs, BLOCKS), FACTS, engine_id="q", tp_size=1, tp_rank=0,
+        limits=LIMITS, last_layer_at_end=at_end,
+    )  # fmt: skip
+    published = []
+    made._publish_when = lambda _written, layers: published.append(layers)
+    made._step = ["r"]
+    for layer in range(LAYERS):
+        made.layer_done(layer)
+    assert published == list(range(1, LAYERS + 1 - at_end))
+    made.end_step()
+    assert published[-1] == LAYERS
+    made.stop()
 
 
 class DeviceEvent:
@@ -122,7 +141,10 @@ def test_engines_that_wait_for_each_other_take_few_steps(bench):
     bench.compute("r", [[0, 1]], 2)
     bench.wait_metrics("decode", **{"receives.reading": 1})
     bench.wait_metrics("prefill", kept_requests=1)
-    for step in (bench.prefill.take_free, lambda idle: bench.decode.finish_step(set(), idle).done):
+    for step in (
+        lambda idle: bench.prefill.finish_step(idle=idle).sent,
+        lambda idle: bench.decode.finish_step(idle=idle).received,
+    ):
         begin, steps = time.monotonic(), 0
         while time.monotonic() < begin + 0.3:
             assert not step(True)
@@ -143,8 +165,8 @@ def test_news_end_the_wait(bench):
     bench.wait_metrics("decode", **{"receives.reading": 1})
     begin, told = time.monotonic(), []
     waits = [
-        threading.Thread(target=lambda: told.append(bench.prefill.take_free(True))),
-        threading.Thread(target=lambda: told.append(bench.decode.finish_step(set(), True).done)),
+        threading.Thread(target=lambda: told.append(bench.prefill.finish_step(idle=True).sent)),
+        threading.Thread(target=lambda: told.append(bench.decode.finish_step(idle=True).received)),
     ]
     for thread in waits:
         thread.start()
@@ -194,9 +216,9 @@ def test_an_abort_waits_for_the_read(bench):
     while not bench.decode._reads:
         assert time.monotonic() < end
         time.sleep(0.01)
-    assert not bench.decode.finish_step({"r"}).done
+    assert not bench.decode.finish_step({"r"}).received
     time.sleep(0.2)
-    assert not bench.decode.finish_step(set()).done, "a read may still write into its blocks"
+    assert not bench.decode.finish_step().received, "a read may still write into its blocks"
     assert bench.wait_freed()[0] == {"r"}
     bench.decode_engine.gate.set()
     assert bench.wait("r") == {3, 4}
@@ -247,7 +269,7 @@ def test_an_aborted_prefill_ends_the_request(bench):
     bench.wait_metrics("decode", **{"receives.reading": 1})
     bench.prefill.drop(metadata.PrefillMetadata(dropped=[("r", False)]))
     assert bench.wait("r", 3.0) == {3, 4}
-    assert not bench.prefill.take_free()
+    assert not bench.prefill.finish_step().sent
 
 
 def test_rubbish_on_the_control_port_does_no_harm(bench):

@@ -6,7 +6,8 @@ import importlib.util
 from collections.abc import Iterator
 
 import pytest
-from fault_report import REPORT
+
+from tests.faults.fault_report import REPORT
 
 FULL = "faults_full"
 
@@ -41,9 +42,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     for package in ("vllm", "nixl_cu12"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package}")
-    from fault_cluster import Cluster
-    from fault_scene import warm_up
-
+    from tests.faults.fault_cluster import Cluster
+    from tests.faults.fault_scene import warm_up
     from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
 
     folder = tmp_path_factory.mktemp("faults")

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from fault_client import Client, new_prompt
-from fault_hop import HOST as HOP_HOST
-from fault_hop import Hop
-from fault_relay import Relay
-
+from tests import import_path
+from tests.faults.fault_client import Client, new_prompt
+from tests.faults.fault_hop import HOST as HOP_HOST
+from tests.faults.fault_hop import Hop
+from tests.faults.fault_relay import Relay
 from vllm_kvoffload.demo.client import read_metrics
 from vllm_kvoffload.demo.processes import session_and_descendants
 from vllm_kvoffload.demo.server import (
@@ -40,6 +40,7 @@ LEASE_S = 3.0
 REQUEST_S = 25.0
 READY_S = 240.0
 QUIET_S = 60.0
+DEADLINE_S = 60.0
 """By then everything must be as it was."""
 MAX_SEQS = 8
 MAX_MODEL_LEN = 2048
@@ -212,8 +213,7 @@ class Cluster:
             folder = self._folder / f"patch-{self._starts}"
             folder.mkdir()
             (folder / "sitecustomize.py").write_text(kind.patch, encoding="utf-8")
-            path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-            environment["PYTHONPATH"] = path
+            environment["PYTHONPATH"] = import_path(folder)
         with patch.dict(os.environ, environment):
             log = self._folder / f"{name}-{self._starts}.log"
             self.servers[name] = Server(command, log, self.ports[name])
@@ -424,6 +424,9 @@ class Cluster:
     def settle(self) -> None:
         """Takes the state as the one to come back to, once it has stopped changing."""
         self.baseline.clear()
+        for name in ("prefill", "decode"):  # starts pyzmq's thread for large messages, if it isn't there
+            large = self.client(100, to=name, kv_transfer_params={"large": "x" * 100_000}).start()
+            assert large.join(DEADLINE_S)
         self.wait_quiet()
         same_since, last = time.monotonic(), {}
         while time.monotonic() - same_since < 5.0:

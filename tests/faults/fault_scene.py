@@ -7,15 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fault_client import Client
-from fault_cluster import LEASE_S, PREFILL_MODEL_LEN, Cluster
-from fault_hop import Plan
-from fault_relay import Rule, Watch
-from fault_report import PHASES, REPORT, Cell, Report
-
+from tests.faults.fault_client import Client
+from tests.faults.fault_cluster import DEADLINE_S, LEASE_S, PREFILL_MODEL_LEN, Cluster
+from tests.faults.fault_hop import Plan
+from tests.faults.fault_relay import Rule, Watch
+from tests.faults.fault_report import PHASES, REPORT, Cell, Report
 from vllm_kvoffload.connectors.sfa_remote_d2h import wire
 
-DEADLINE_S = 60.0
 AGAIN_TOKENS = 6
 BEFORE, WAITING, PULLING, FINISHING, STREAMING = PHASES
 
@@ -263,10 +261,4 @@ def warm_up(cluster: Cluster) -> None:
             after(0.2, client.abort)
         for client in clients:
             assert client.join(DEADLINE_S)
-    for name in (
-        "prefill",
-        "decode",
-    ):  # pyzmq's thread for large messages, which is not there before the first
-        large = cluster.client(100, to=name, kv_transfer_params={"large": "x" * 100_000}).start()
-        assert large.join(DEADLINE_S)
     cluster.settle()

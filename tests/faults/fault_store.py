@@ -10,19 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fault_client import Client
-from fault_cluster import Cluster, Kind, metrics
-from fault_scene import BEFORE, DEADLINE_S, Scene, after, together
+from tests.faults.fault_client import Client
+from tests.faults.fault_cluster import Cluster, Kind, metrics
+from tests.faults.fault_scene import BEFORE, DEADLINE_S, Scene, after, together
 
-HERE = Path(__file__).parent
 POOL_GB = 0.03
 """Size of the local store: enough for running requests, which is checked at the start, and a few prefixes."""
 
 
 PLANT = """
-import sys
-sys.path.append({code!r})
-import faulty_store
+from tests.faults import faulty_store
 faulty_store.plant({folder!r})
 """
 
@@ -117,7 +114,7 @@ def joint_cluster(
     **store: Any,
 ) -> Iterator[StoreFaults]:
     """For a while prefill is that of a joint deployment, warm. product_fault: Python that breaks it."""
-    patch = PLANT.format(code=str(HERE), folder=str(folder))
+    patch = PLANT.format(folder=str(folder))
     options = store or {"backend": "local", "local_dram_size_GB": POOL_GB}
     kind = Kind(patch + product_fault, joint(policy, **options), environment or {})
     faults = StoreFaults(cluster, folder, policy)

@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 import zmq
-from fault_client import completion, new_prompt
 
+from tests.faults.fault_client import completion, new_prompt
 from vllm_kvoffload.connectors.sfa_remote_d2h import wire
 from vllm_kvoffload.demo.processes import session_and_descendants
 from vllm_kvoffload.demo.server import HOST, free_port

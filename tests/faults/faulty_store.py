@@ -10,7 +10,6 @@ import ctypes
 import itertools
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -30,22 +29,21 @@ FILLER = 0x3F
 def plant(folder: str) -> None:
     """Every store that this process makes from now on has the faults of a folder."""
     from vllm_kvoffload import store
-    from vllm_kvoffload.layerwise.pipeline import Limits
+    from vllm_kvoffload.layerwise.pipeline import PipelineLimits
 
     make = store.make_store
 
     def make_faulty(backend: str, *, role: str, **more: Any) -> FaultyStore:
         if backend == "memcache":
-            sys.path.append(str(Path(__file__).parents[1]))
-            import hostsim
+            from tests import hostsim
 
             hostsim.activate()
         return FaultyStore(make(backend, role=role, **more), role, Path(folder))
 
     store.make_store = make_faulty
-    defaults = list(Limits.__init__.__defaults__)
-    defaults[list(Limits.__dataclass_fields__).index("deadline_s")] = COPY_DEADLINE_S
-    Limits.__init__.__defaults__ = tuple(defaults)
+    defaults = list(PipelineLimits.__init__.__defaults__)
+    defaults[list(PipelineLimits.__dataclass_fields__).index("deadline_s")] = COPY_DEADLINE_S
+    PipelineLimits.__init__.__defaults__ = tuple(defaults)
 
 
 class FaultyStore:

@@ -11,7 +11,8 @@ import time
 import urllib.request
 
 import pytest
-from fault_cluster import (
+
+from tests.faults.fault_cluster import (
     BLOCKS,
     LEASE_S,
     MAX_MODEL_LEN,
@@ -20,9 +21,9 @@ from fault_cluster import (
     REQUEST_S,
     metrics,
 )
-from fault_relay import ACTIONS
-from fault_report import PHASES
-from fault_scene import (
+from tests.faults.fault_relay import ACTIONS
+from tests.faults.fault_report import PHASES
+from tests.faults.fault_scene import (
     BEFORE,
     DEADLINE_S,
     FINISHING,
@@ -37,7 +38,6 @@ from fault_scene import (
     together,
     wait_for,
 )
-
 from vllm_kvoffload.demo.server import HOST
 
 pytestmark = pytest.mark.slow

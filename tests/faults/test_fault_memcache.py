@@ -6,18 +6,14 @@ It runs without an NPU over stand-ins: real metadata, leases and eviction, the b
 from __future__ import annotations
 
 import signal
-import sys
 import time
-from pathlib import Path
 
 import pytest
-from fault_scene import FINISHING, PULLING, STREAMING, Scene, together, wait_for
-from fault_store import joint_cluster
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import hostsim
-from hostsim.cluster import MetaCluster
+from tests import hostsim
+from tests.faults.fault_scene import FINISHING, PULLING, STREAMING, Scene, together, wait_for
+from tests.faults.fault_store import joint_cluster
+from tests.hostsim.cluster import MetaCluster
 
 pytestmark = [
     pytest.mark.slow,

@@ -12,15 +12,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from fault_client import Client
-from fault_cluster import Census, proxy_port
-from fault_hop import HOST, Hop
-from fault_relay import Relay
-from fault_report import Cell, Report
-from fault_scene import wait_for
-from fault_store import StoreFaults
-from faulty_store import FILLER_BYTES, FaultyStore
 
+from tests.faults.fault_client import Client
+from tests.faults.fault_cluster import Census, proxy_port
+from tests.faults.fault_hop import HOST, Hop
+from tests.faults.fault_relay import Relay
+from tests.faults.fault_report import Cell, Report
+from tests.faults.fault_scene import wait_for
+from tests.faults.fault_store import StoreFaults
+from tests.faults.faulty_store import FILLER_BYTES, FaultyStore
 from vllm_kvoffload.connectors.sfa_remote_d2h import wire
 from vllm_kvoffload.store import (
     CopySpans,

@@ -6,8 +6,9 @@ import re
 import signal
 
 import pytest
-from fault_cluster import LEASE_S, REQUEST_S, Kind
-from fault_scene import DEADLINE_S, STREAMING, WAITING, Scene, together, wait_for
+
+from tests.faults.fault_cluster import LEASE_S, REQUEST_S, Kind
+from tests.faults.fault_scene import DEADLINE_S, STREAMING, WAITING, Scene, together, wait_for
 
 pytestmark = pytest.mark.slow
 FULL = pytest.mark.faults_full

@@ -8,8 +8,9 @@ from __future__ import annotations
 import signal
 
 import pytest
-from fault_cluster import LEASE_S
-from fault_scene import Scene
+
+from tests.faults.fault_cluster import LEASE_S
+from tests.faults.fault_scene import Scene
 
 pytestmark = pytest.mark.slow
 SLACK_S = 2.0

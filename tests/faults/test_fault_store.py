@@ -10,11 +10,12 @@ import signal
 import time
 
 import pytest
-from fault_client import Client
-from fault_cluster import LEASE_S, metrics
-from fault_relay import ACTIONS
-from fault_report import PHASES
-from fault_scene import (
+
+from tests.faults.fault_client import Client
+from tests.faults.fault_cluster import LEASE_S, metrics
+from tests.faults.fault_relay import ACTIONS
+from tests.faults.fault_report import PHASES
+from tests.faults.fault_scene import (
     BEFORE,
     DEADLINE_S,
     FINISHING,
@@ -26,7 +27,7 @@ from fault_scene import (
     end_all,
     wait_for,
 )
-from fault_store import evict_before_use, joint_cluster
+from tests.faults.fault_store import evict_before_use, joint_cluster
 
 pytestmark = pytest.mark.slow
 FULL = pytest.mark.faults_full

@@ -8,13 +8,23 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-import fault_strangers as strangers
 import pytest
-from fault_client import Client
-from fault_cluster import BLOCK_TOKENS, LEASE_S, REQUEST_S, metrics
-from fault_report import PHASES
-from fault_scene import BEFORE, DEADLINE_S, PULLING, STREAMING, WAITING, Scene, beside, together, wait_for
 
+from tests.faults import fault_strangers as strangers
+from tests.faults.fault_client import Client
+from tests.faults.fault_cluster import BLOCK_TOKENS, LEASE_S, REQUEST_S, metrics
+from tests.faults.fault_report import PHASES
+from tests.faults.fault_scene import (
+    BEFORE,
+    DEADLINE_S,
+    PULLING,
+    STREAMING,
+    WAITING,
+    Scene,
+    beside,
+    together,
+    wait_for,
+)
 from vllm_kvoffload.demo.processes import session_and_descendants
 from vllm_kvoffload.demo.server import HOST, free_port
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fault_cluster import LEASE_S, Kind
-from fault_report import Report
-from fault_scene import WAITING, Scene
+
+from tests.faults.fault_cluster import LEASE_S, Kind
+from tests.faults.fault_report import Report
+from tests.faults.fault_scene import WAITING, Scene
 
 pytestmark = pytest.mark.faults_full
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fault_report import Report
-from fault_scene import Scene
-from fault_store import evict_before_use, joint_cluster
+
+from tests.faults.fault_report import Report
+from tests.faults.fault_scene import Scene
+from tests.faults.fault_store import evict_before_use, joint_cluster
 
 pytestmark = pytest.mark.faults_full
 

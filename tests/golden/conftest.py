@@ -13,7 +13,7 @@ import pytest
 def _lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("needs vLLM")
-    from lab import Lab
+    from tests.golden.lab import Lab
 
     lab = Lab(tmp_path_factory.mktemp("golden"))
     yield lab

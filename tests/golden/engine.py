@@ -140,7 +140,7 @@ class EngineUnderTest:
 
     def row(self, name: str) -> int:
         """Hot-pool row of a running job."""
-        rows = self.manager.rows
+        rows = self.manager.partitions
         return int(next(rows.lookup(req_id).row for req_id in rows.live if _job_name(req_id) == name))
 
     def run(self, jobs: Sequence[Job], before_step: BeforeStep | None = None) -> list[Outcome]:
@@ -244,15 +244,15 @@ class EngineUnderTest:
 def poison(worker: Any) -> None:
     """Puts NaN wherever the offload keeps rows."""
     manager = worker.model_runner.offload.manager
-    for rows in (*manager.store.layers, *manager.hot.layers, *manager.prefill._buffers):
+    for rows in (*manager.host_rows.layers, *manager.hot.layers, *manager.prefill._buffers):
         rows.fill_(255)
 
 
 def check_released(worker: Any) -> None:
     """Fails if a request still has a row."""
     manager = worker.model_runner.offload.manager
-    manager.rows.check_empty()
-    assert manager.rows.num_free == manager.rows.num_rows
+    manager.partitions.check_empty()
+    assert manager.partitions.num_free == manager.partitions.total
     assert not manager._seen
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine import BeforeStep, EngineUnderTest, Outcome, Trace, worst_difference
-from workloads import WORKLOADS
-
+from tests.golden.engine import BeforeStep, EngineUnderTest, Outcome, Trace, worst_difference
+from tests.golden.workloads import WORKLOADS
 from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
 
 TINY = "glm-tiny"

@@ -1,6 +1,6 @@
 """Runs workloads on engines whose store is the real MemCache, in a process that has its stand-ins.
 
-    python memcache_child.py PLANS
+    python -m tests.golden.memcache_child PLANS
 
 PLANS: JSON, by name: checkpoint, shared buffers, independent layers, workloads. Each plan has an engine and,
 in the store, a namespace of its own. Prints a line of JSON for each: its name, the KV blocks, and for each
@@ -14,16 +14,14 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-
 
 def main(plans: str) -> None:
-    import hostsim
+    from tests import hostsim
 
     hostsim.activate()
-    from engine import engine
-    from store_lab import stats, transfer_config
-    from workloads import WORKLOADS
+    from tests.golden.engine import engine
+    from tests.golden.store_lab import stats, transfer_config
+    from tests.golden.workloads import WORKLOADS
 
     for name, (checkpoint, shared, independent, workloads) in json.loads(plans).items():
         transfer = transfer_config(shared, independent, backend="memcache", namespace=name)

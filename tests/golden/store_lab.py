@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from engine import EngineUnderTest, worst_difference
-from lab import TINY, Lab
-from workloads import WORKLOADS
+from tests.golden.engine import EngineUnderTest, worst_difference
+from tests.golden.lab import TINY, Lab
+from tests.golden.workloads import WORKLOADS
 
 DEEP = f"{TINY}+FFSSFSS"
 """With layers enough for four buffers to be shared."""

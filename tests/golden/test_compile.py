@@ -6,7 +6,8 @@ import gc
 from pathlib import Path
 
 import pytest
-from engine import worst_difference
+
+from tests.golden.engine import worst_difference
 
 pytestmark = pytest.mark.slow
 

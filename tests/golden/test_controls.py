@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import count
 
 import pytest
-from engine import Job, worst_difference
-from lab import OFFLOAD
-from workloads import prompt
 
+from tests.golden.engine import Job, worst_difference
+from tests.golden.lab import OFFLOAD
+from tests.golden.workloads import prompt
 from vllm_kvoffload import ops
 
 pytestmark = pytest.mark.slow
@@ -23,11 +23,11 @@ def offloading(lab):
     return under_test, under_test.run(JOBS)
 
 
-@pytest.mark.parametrize("used", [True, False], ids=["a row that is fetched", "a row that nobody has"])
+@pytest.mark.parametrize("used", [True, False], ids=["a row that is fetched", "a row that no request has"])
 @pytest.mark.parametrize("layer", range(4))
 def test_one_corrupted_host_row(offloading, monkeypatch, layer, used):
     under_test, right = offloading
-    serve, target = ops.dsa_serve, under_test.manager.store.layers[layer]
+    serve, target = ops.dsa_serve, under_test.manager.host_rows.layers[layer]
     corrupted = []
 
     def corrupt_and_serve(host, hot, tables, rows, ids, slots, counts):
@@ -70,9 +70,9 @@ def test_a_copy_that_does_not_happen(offloading, monkeypatch, op, call):
 def test_a_wait_that_does_not_happen(offloading, monkeypatch, what):
     under_test, right = offloading
     manager = under_test.manager
-    slow = manager.store._stream if what == "next step" else manager.prefill._stream
+    slow = manager.host_rows._stream if what == "next step" else manager.prefill._stream
     if what == "next step":
-        monkeypatch.setattr(manager.store, "join", lambda: None)
+        monkeypatch.setattr(manager.host_rows, "join", lambda: None)
     elif what == "prefill load":
         # Its events are the caller's own, which are always reached.
         monkeypatch.setattr(slow, "record", manager.prefill._compute.record)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from engine import engine
-from workloads import WORKLOADS
 
+from tests.golden.engine import engine
+from tests.golden.workloads import WORKLOADS
 from vllm_kvoffload.sparse.offloaded import OffloadedKV
 
 pytestmark = pytest.mark.slow

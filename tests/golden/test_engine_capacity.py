@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from engine import Job, engine, worst_difference
-from workloads import prompt
 
+from tests.golden.engine import Job, engine, worst_difference
+from tests.golden.workloads import prompt
 from vllm_kvoffload.demo.checkpoint import MODELS
 
 pytestmark = pytest.mark.slow

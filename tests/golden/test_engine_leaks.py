@@ -8,8 +8,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from engine import engine
-from workloads import WORKLOADS
+
+from tests.golden.engine import engine
+from tests.golden.workloads import WORKLOADS
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,8 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
-from hf_reference import (
+
+from tests.golden.hf_reference import (
     clear_prompt,
     compare_logprobs,
     consecutive_overlap,
@@ -17,7 +18,6 @@ from hf_reference import (
     load_reference,
     run_reference,
 )
-
 from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
 from vllm_kvoffload.demo.prompts import token_prompt
 from vllm_kvoffload.demo.text import RESERVED

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from engine import Job, Outcome, engine
-from hf_reference import load_reference, run_reference
-from workloads import prompt
+
+from tests.golden.engine import Job, Outcome, engine
+from tests.golden.hf_reference import load_reference, run_reference
+from tests.golden.workloads import prompt
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lab import Result
-from test_mtp_baseline import assert_same_tokens, draft_counts, first_drafts, mtp
-from workloads import WORKLOADS
 
+from tests.golden.lab import Result
+from tests.golden.test_mtp_baseline import assert_same_tokens, draft_counts, first_drafts, mtp
+from tests.golden.workloads import WORKLOADS
 from vllm_kvoffload.sparse.offloaded import OffloadedKV
 
 pytestmark = pytest.mark.slow
@@ -40,10 +40,10 @@ def compare_all(
 @pytest.mark.parametrize(
     ("model", "drafts", "offload", "workloads"),
     [
-        ("glm-tiny-mtp", 1, {"topk_buffer_size": 128}, ORDINARY),  # the smallest for one draft
+        ("glm-tiny-mtp", 1, {"topk_buffer_size": 128}, BRIEF),  # the smallest for one draft
         ("glm-tiny-mtp", 3, {"topk_buffer_size": 256, "policy": "fifo"}, ORDINARY),
         ("glm-tiny-mtp", 3, {"topk_buffer_size": 1024, "prefill_buffers": 5, "ways": 32}, BRIEF),
-        ("dsv32-tiny-mtp", 3, {"topk_buffer_size": 256, "policy": "clock"}, BRIEF),
+        ("dsv32-tiny-mtp", 3, {"topk_buffer_size": 256, "policy": "clock"}, ["mixed"]),
     ],
 )
 def test_same_results(lab, model, drafts, offload, workloads):
@@ -70,9 +70,8 @@ def test_a_request_as_long_as_the_model(lab):
     assert_same_tokens(result.outcomes, reference.outcomes)
 
 
-@pytest.mark.parametrize(("model", "topk"), [("glm-mtp", 256), ("glm-tiny-mtp-bf16", 64)])
-def test_other_models(lab, model, topk):
-    result = compare(lab, "mixed", model, {"topk_buffer_size": 4 * topk}, **mtp(3))
+def test_another_dtype(lab):
+    result = compare(lab, "mixed", "glm-tiny-mtp-bf16", {"topk_buffer_size": 256}, **mtp(3))
     assert result.trace.stats["hits"] > 0
     assert draft_counts(result)[1] > 0
 
@@ -123,7 +122,7 @@ def test_other_ways_to_draft(lab, options):
 
 def test_a_prefix_of_the_same_step(lab):
     for options in (mtp(1), mtp(3)):
-        result = compare(lab, "late", "glm-tiny-mtp", {"topk_buffer_size": 256}, **options)
+        result = compare(lab, "same_step", "glm-tiny-mtp", {"topk_buffer_size": 256}, **options)
         assert [outcome.cached_tokens for outcome in result.outcomes] == [0, 576, 576, 0, 576]
 
 
@@ -167,14 +166,14 @@ def test_drafts_wait_for_what_the_pass_before_has_written(lab, monkeypatch):
     offload = {"topk_buffer_size": 256}
     lab.reference("mixed", "glm-tiny-mtp", **mtp(3))  # before, so that the engine below stays
     manager = lab.engine("glm-tiny-mtp", offload, **mtp(3)).manager
-    monkeypatch.setattr(manager.store._stream._lane, "_delays", SlowWrites())
+    monkeypatch.setattr(manager.host_rows._stream._lane, "_delays", SlowWrites())
     right = compare(lab, "mixed", "glm-tiny-mtp", offload, **mtp(3))
 
     begin_draft = manager.begin_draft
 
     def careless(*args):
         with monkeypatch.context() as patch:
-            patch.setattr(manager.store, "await_own_writes", lambda _layer: None)
+            patch.setattr(manager.host_rows, "await_own_writes", lambda _layer: None)
             begin_draft(*args)
 
     monkeypatch.setattr(manager, "begin_draft", careless)
@@ -184,20 +183,20 @@ def test_drafts_wait_for_what_the_pass_before_has_written(lab, monkeypatch):
 
 
 def test_drafts_wait_for_a_prefix_of_the_same_step(lab, monkeypatch):
-    offload, options = {"topk_buffer_size": 256}, {**WORKLOADS["late"].options, **mtp(3)}
-    lab.reference("late", "glm-tiny-mtp", **mtp(3))
+    offload, options = {"topk_buffer_size": 256}, {**WORKLOADS["same_step"].options, **mtp(3)}
+    lab.reference("same_step", "glm-tiny-mtp", **mtp(3))
     manager = lab.engine("glm-tiny-mtp", offload, **options).manager
-    monkeypatch.setattr(manager.store._stream._lane, "_delays", SlowWrites())
-    right = compare(lab, "late", "glm-tiny-mtp", offload, **mtp(3))
+    monkeypatch.setattr(manager.host_rows._stream._lane, "_delays", SlowWrites())
+    right = compare(lab, "same_step", "glm-tiny-mtp", offload, **mtp(3))
 
-    begin_draft, late_requests = manager.begin_draft, manager._late_requests
+    begin_draft, prefixes_in_step = manager.begin_draft, manager._prefixes_in_step
 
     def careless(*args):
         with monkeypatch.context() as patch:
-            patch.setattr(manager, "_late_requests", lambda *args: late_requests(*args) & False)
+            patch.setattr(manager, "_prefixes_in_step", lambda *args: prefixes_in_step(*args) & False)
             begin_draft(*args)
 
     monkeypatch.setattr(manager, "begin_draft", careless)
-    wrong = lab.run("late", "glm-tiny-mtp", offload, **mtp(3))
+    wrong = lab.run("same_step", "glm-tiny-mtp", offload, **mtp(3))
     assert wrong.trace.drafts != right.trace.drafts
     assert_same_tokens(wrong.outcomes, right.outcomes)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from engine import Outcome
-from lab import Result
-from workloads import WORKLOADS
+
+from tests.golden.engine import Outcome
+from tests.golden.lab import Result
+from tests.golden.workloads import WORKLOADS
 
 pytestmark = pytest.mark.slow
 

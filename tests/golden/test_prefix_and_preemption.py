@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from engine import worst_difference
-from lab import OFFLOAD
-from workloads import WORKLOADS
 
+from tests.golden.engine import worst_difference
+from tests.golden.lab import OFFLOAD
+from tests.golden.workloads import WORKLOADS
 from vllm_kvoffload.runtime import DelayPlan
 
 pytestmark = pytest.mark.slow
@@ -20,7 +20,7 @@ SEEDS = range(6)
 @contextmanager
 def delayed(engine, seed: int, max_ms: float) -> Iterator[None]:
     """Random delays on an engine that already runs."""
-    lanes = [stream._stream._lane for stream in (engine.manager.store, engine.manager.prefill)]
+    lanes = [stream._stream._lane for stream in (engine.manager.host_rows, engine.manager.prefill)]
     for lane in lanes:
         lane._delays = DelayPlan(seed, max_ms)
     try:
@@ -31,30 +31,30 @@ def delayed(engine, seed: int, max_ms: float) -> Iterator[None]:
 
 
 @pytest.fixture
-def late_engine(lab):
-    lab.reference("late")  # before, so that the engine below stays
+def same_step_engine(lab):
+    lab.reference("same_step")  # before, so that the engine below stays
     return lab.engine(offload=OFFLOAD, max_num_batched_tokens=2048)
 
 
 @pytest.fixture
-def seen_late(late_engine, monkeypatch):
-    """(query length, late) of every request whose prefix was late."""
+def seen_in_step(same_step_engine, monkeypatch):
+    """Query lengths of all requests whose prefix was computed in the same step."""
     seen = []
-    original = late_engine.manager._late_requests
+    original = same_step_engine.manager._prefixes_in_step
 
     def watched(batch, *args):
-        late = original(batch, *args)
-        seen.extend(int(length) for length in batch.query_lens[late])
-        return late
+        in_step = original(batch, *args)
+        seen.extend(int(length) for length in batch.query_lens[in_step])
+        return in_step
 
-    monkeypatch.setattr(late_engine.manager, "_late_requests", watched)
+    monkeypatch.setattr(same_step_engine.manager, "_prefixes_in_step", watched)
     return seen
 
 
-def test_prefix_of_the_same_step(lab, seen_late):
-    result, difference = lab.compare("late")
+def test_prefix_of_the_same_step(lab, seen_in_step):
+    result, difference = lab.compare("same_step")
     assert difference == 0.0
-    assert sorted(seen_late) == [1, 60, 150]  # one twin decodes at once, two prefill
+    assert sorted(seen_in_step) == [1, 60, 150]  # one twin decodes at once, two prefill
     assert [outcome.cached_tokens for outcome in result.outcomes] == [0, 640, 640, 0, 640]
 
 
@@ -62,33 +62,32 @@ def _wrong_seeds(lab, engine) -> list[int]:
     wrong = []
     for seed in SEEDS:
         with delayed(engine, seed, 20):
-            _, difference = lab.compare("late", max_num_batched_tokens=2048)
+            _, difference = lab.compare("same_step", max_num_batched_tokens=2048)
         if difference:
             wrong.append(seed)
     return wrong
 
 
-def test_prefix_of_the_same_step_under_delays(lab, late_engine, seen_late):
-    assert _wrong_seeds(lab, late_engine) == []
-    assert sorted(set(seen_late)) == [1, 60, 150]
+def test_prefix_of_the_same_step_under_delays(lab, same_step_engine, seen_in_step):
+    assert _wrong_seeds(lab, same_step_engine) == []
+    assert sorted(set(seen_in_step)) == [1, 60, 150]
 
 
 @pytest.mark.parametrize("which", ["prefill", "decode"])
-def test_control_late_readers_that_do_not_wait(lab, late_engine, monkeypatch, which):
-    original = late_engine.manager._late_requests
+def test_control_readers_in_the_step_that_do_not_wait(lab, same_step_engine, monkeypatch, which):
+    original = same_step_engine.manager._prefixes_in_step
 
     def careless(batch, *args):
-        late = original(batch, *args)
-        late &= (batch.query_lens == 1) == (which == "prefill")
-        return late
+        in_step = original(batch, *args)
+        in_step &= (batch.query_lens == 1) == (which == "prefill")
+        return in_step
 
-    monkeypatch.setattr(late_engine.manager, "_late_requests", careless)
-    assert _wrong_seeds(lab, late_engine) != []
+    monkeypatch.setattr(same_step_engine.manager, "_prefixes_in_step", careless)
+    assert _wrong_seeds(lab, same_step_engine) != []
 
 
-@pytest.mark.parametrize("pool", [{"topk_buffer_size": 64, "ways": 32}, {"topk_buffer_size": 512}], ids=str)
-def test_preemption(lab, pool):
-    result, difference = lab.compare("preempted", offload=pool)
+def test_preemption(lab):
+    result, difference = lab.compare("preempted", offload={"topk_buffer_size": 64, "ways": 32})
     assert len(set(result.trace.preempted)) >= 2
     assert all(outcome.finished for outcome in result.outcomes)
     assert difference == 0.0
@@ -96,7 +95,7 @@ def test_preemption(lab, pool):
 
 def test_preempted_requests_hold_no_row(lab):
     under_test = lab.engine(offload=OFFLOAD, **WORKLOADS["preempted"].options)
-    scheduler, rows = under_test.scheduler, under_test.manager.rows
+    scheduler, rows = under_test.scheduler, under_test.manager.partitions
     waiting = []
 
     def check(_step, _outcomes):

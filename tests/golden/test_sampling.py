@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from lab import OFFLOAD, TINY
-from workloads import SMALL_POOL, WORKLOADS
+
+from tests.golden.lab import OFFLOAD, TINY
+from tests.golden.workloads import SMALL_POOL, WORKLOADS
 
 pytestmark = pytest.mark.slow
 

@@ -8,11 +8,11 @@ import threading
 from dataclasses import replace
 
 import pytest
-from engine import Job, worst_difference
-from store_lab import StoreRuns, store_engine, store_worker, transfer_config
 from vllm.v1.core.sched.scheduler import Scheduler
-from workloads import prompt
 
+from tests.golden.engine import Job, worst_difference
+from tests.golden.store_lab import StoreRuns, store_engine, store_worker, transfer_config
+from tests.golden.workloads import prompt
 from vllm_kvoffload.connectors.ascend_store.lost_steps import LostStepScheduler
 from vllm_kvoffload.layerwise import pipeline as pipeline_module
 from vllm_kvoffload.platforms.cpu.layer_loads import AwaitedKV

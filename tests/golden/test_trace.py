@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine import Job
-from test_deliveries import MODEL, options
-from workloads import prompt
 
+from tests.golden.engine import Job
+from tests.golden.test_deliveries import MODEL, options
+from tests.golden.workloads import prompt
 from vllm_kvoffload import ops
 from vllm_kvoffload.trace import TraceError, TraceReader, TraceStep
 
@@ -49,10 +49,9 @@ class Replay:
         self.misses += int(self._out.stats[1])
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_planning_a_recorded_trace_gives_the_engines_counters(lab, tmp_path, drafts):
+def test_planning_a_recorded_trace_gives_the_engines_counters(lab, tmp_path):
     path = tmp_path / "run.kvtrace"
-    engine = lab.engine(MODEL, {"topk_buffer_size": SLOTS, "trace_path": str(path)}, **options(drafts))
+    engine = lab.engine(MODEL, {"topk_buffer_size": SLOTS, "trace_path": str(path)}, **options(3))
     engine.run(JOBS)
     stats = engine.trace.stats
     lab.close()

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine import Job
+from tests.golden.engine import Job
 
 
 def prompt(tokens: int, seed: int) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ def _preempted() -> tuple[Job, ...]:
     )
 
 
-def _late() -> tuple[Job, ...]:
+def _same_step() -> tuple[Job, ...]:
     # The twin is scheduled together with the request that computes its prefix. 641 = 10 blocks and one token,
     # so one twin has a single token of its own (decode), the others have some (prefill).
     prefill, decode = prompt(700, 9), prompt(641, 10)
@@ -130,5 +130,5 @@ WORKLOADS = {
     "full": Workload(_full()),
     "seeded": Workload(_seeded()),
     "preempted": Workload(_preempted(), SMALL_POOL),
-    "late": Workload(_late(), WIDE_STEPS),
+    "same_step": Workload(_same_step(), WIDE_STEPS),
 }

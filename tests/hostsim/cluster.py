@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from hostsim import lock_redirection, memfabric_libraries
+from tests.hostsim import lock_redirection, memfabric_libraries
 from vllm_kvoffload.store.memcache_conf import (
     LOCAL_FILE,
     LOCAL_VARIABLE,

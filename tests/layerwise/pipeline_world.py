@@ -15,8 +15,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_kvoffload.layerwise.buffer_plan import BufferOptions, CacheLayer, plan_buffers
-from vllm_kvoffload.layerwise.pipeline import LayerMemory, LayerPipeline, Limits, Part, Rows, Step
-from vllm_kvoffload.runtime import CpuRuntime, DelayPlan, RuntimeFault
+from vllm_kvoffload.layerwise.pipeline import (
+    LayerMemory,
+    LayerPipeline,
+    Part,
+    PipelineLimits,
+    PipelineStep,
+    Rows,
+)
+from vllm_kvoffload.runtime import CPURuntime, DelayPlan, RuntimeFault
 from vllm_kvoffload.store.base import CopySpans, StoreError
 
 BLOCK = 4
@@ -94,7 +101,7 @@ class World:
 
     def __init__(
         self, seed: int, *, shared: int = 2, independent=(0,), max_ms: float = 1.0, readers: bool = False,
-        limits: Limits | None = None, delays: bool = True,
+        limits: PipelineLimits | None = None, delays: bool = True,
     ) -> None:  # fmt: skip
         self.random = random.Random(seed)
         layers = [
@@ -107,8 +114,8 @@ class World:
         self.pool = np.full((64, BLOCK * LAYERS * 2), -1, dtype=np.int64)
         self.store = MemoryStore()
         plan = DelayPlan(seed, max_ms) if delays else None
-        self.runtime = CpuRuntime(delays=plan, default_deadline_s=2)
-        self.limits = limits or Limits(prefetch_layers=self.random.choice((1, 2, 3, 8)), deadline_s=5)
+        self.runtime = CPURuntime(delays=plan, default_deadline_s=2)
+        self.limits = limits or PipelineLimits(prefetch_layers=self.random.choice((1, 2, 3, 8)), deadline_s=5)
         self.pipeline = LayerPipeline(
             self.plan, self._memory(), NUM_BLOCKS, self.store, self.runtime, self.limits
         )
@@ -159,7 +166,7 @@ class World:
                 saves.append((request.objects[n], request.blocks[n], 0, rows, owner))
         names = tuple(str(request.number) for request, _ in batch)
         self.pipeline.begin(
-            Step(names, Rows.of(shared), Rows.of(own), Rows.of(saves), sum(c for _, c in batch))
+            PipelineStep(names, Rows.of(shared), Rows.of(own), Rows.of(saves), sum(c for _, c in batch))
         )
         for position, layer in enumerate(self.plan.layers):
             self.pipeline.wait_layer(layer.index)

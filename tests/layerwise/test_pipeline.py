@@ -7,10 +7,10 @@ import time
 
 import numpy as np
 import pytest
-from pipeline_world import BLOCK, LAYERS, StoreError, World, accept, run, value
 
+from tests.layerwise.pipeline_world import BLOCK, LAYERS, StoreError, World, accept, run, value
 from vllm_kvoffload.layerwise import pipeline as module
-from vllm_kvoffload.layerwise.pipeline import LayerPipeline, Limits, Rows, Step, pieces
+from vllm_kvoffload.layerwise.pipeline import LayerPipeline, PipelineLimits, PipelineStep, Rows, pieces
 from vllm_kvoffload.layerwise.slot_gate import Blocker, SlotGates
 from vllm_kvoffload.store.base import CopySpans
 
@@ -28,6 +28,7 @@ def case(seed: int) -> dict:
     return CASES[seed % len(CASES)]
 
 
+@pytest.mark.slow
 def test_random_delays():
     wrong = {seed: found for seed in range(SEEDS) if (found := run(seed, max_ms=0.6, **case(seed)))}
     assert wrong == {}
@@ -71,7 +72,7 @@ def _saves_after_the_next_load(monkeypatch):
 def test_control_a_missing_wait_is_found(monkeypatch, plant):
     plant(monkeypatch)
     options = CASES[-1] if plant is _no_guard else CASES[0]
-    limits = Limits(prefetch_layers=8, deadline_s=0.3)
+    limits = PipelineLimits(prefetch_layers=8, deadline_s=0.3)
     found = (seed for seed in range(200) if run(seed, max_ms=3.0, limits=limits, **options))
     assert next(found, None) is not None
 
@@ -154,14 +155,14 @@ def test_a_request_that_is_not_stored_is_computed_all_the_same():
 
     world.store.refuse = refuse
     assert "full" in world.step({0: 2})["0"]
-    assert world.pipeline.wrong == set()
+    assert world.pipeline.invalid == set()
     assert world.readers.given_up == {}
     assert world.pipeline.stats.loaded_bytes == 8 * sum(layer.row_bytes for layer in world.pipeline._memory)
     world.close()
 
 
 def test_a_copy_that_hangs_ends_requests_and_not_the_engine():
-    world = World(3, shared=1, independent=(), delays=False, limits=Limits(deadline_s=0.2))
+    world = World(3, shared=1, independent=(), delays=False, limits=PipelineLimits(deadline_s=0.2))
     world.add(12), world.add(12)
     assert world.step({0: 4, 1: 4}) == {}
     gate = threading.Event()
@@ -169,20 +170,20 @@ def test_a_copy_that_hangs_ends_requests_and_not_the_engine():
     begin = time.monotonic()
     lost = world.step({0: 4})
     assert "0" in lost
-    assert not world.pipeline.quiet
+    assert not world.pipeline.drained
     assert "a copy of an earlier step does not end" in world.step({1: 4})["1"]
     assert time.monotonic() - begin < 8
     gate.set()
     world.runtime.synchronize()
     world.store.refuse = accept
     assert world.step({1: 4}) == {}
-    assert world.pipeline.quiet
+    assert world.pipeline.drained
     world.close()
 
 
 @pytest.mark.parametrize("direction", ["load", "save"])
 def test_a_copy_that_hangs_costs_one_deadline_and_not_one_for_each_layer(direction):
-    limits = Limits(deadline_s=1.0)
+    limits = PipelineLimits(deadline_s=1.0)
     world = World(7, shared=1, independent=(), delays=False, limits=limits)
     bad, other = world.add(12), world.add(4)
     assert world.step({0: 4}) == {}
@@ -198,7 +199,7 @@ def test_a_copy_that_hangs_costs_one_deadline_and_not_one_for_each_layer(directi
     world.store.refuse = accept
     world.failed.clear()
     assert world.step({0: 4, 1: 2}) == {}
-    assert world.pipeline.quiet
+    assert world.pipeline.drained
     world.check_store()
     assert not world.wrong
     world.close()
@@ -206,13 +207,13 @@ def test_a_copy_that_hangs_costs_one_deadline_and_not_one_for_each_layer(directi
 
 def test_shutting_down_while_a_load_waits_for_its_memory():
     """The load gives up when the streams take nothing any more: that is no failure of theirs."""
-    world = World(6, shared=1, independent=(), delays=False, limits=Limits(deadline_s=0.3))
+    world = World(6, shared=1, independent=(), delays=False, limits=PipelineLimits(deadline_s=0.3))
     request = world.add(8)
     assert world.step({0: 4}) == {}
     gate = threading.Event()
     world.store.refuse = lambda _address, what: gate.wait(60) if what == "save" else None
     loads, saves = ([(request.objects[n], request.blocks[n], 0, BLOCK, 0)] for n in (0, 1))
-    world.pipeline.begin(Step(("0",), Rows.of(loads), Rows.of([]), Rows.of(saves), BLOCK))
+    world.pipeline.begin(PipelineStep(("0",), Rows.of(loads), Rows.of([]), Rows.of(saves), BLOCK))
     first = world.plan.layers[0].index
     world.pipeline.wait_layer(first)
     world.pipeline.layer_done(first)  # its save hangs, and the next layer's load waits for that
@@ -222,7 +223,9 @@ def test_shutting_down_while_a_load_waits_for_its_memory():
 
 
 def test_a_reader_that_never_reads_loses_its_transfer_and_not_the_request():
-    world = World(4, shared=1, independent=(), delays=False, readers=True, limits=Limits(deadline_s=0.5))
+    world = World(
+        4, shared=1, independent=(), delays=False, readers=True, limits=PipelineLimits(deadline_s=0.5)
+    )
     world.pipeline.use_guard(world.readers, 0.1)
     world.add(8)
     world.readers.read = lambda _layer, _name: None
@@ -264,7 +267,7 @@ def test_pieces():
 
 
 def test_calls_of_the_store_are_bounded():
-    world = World(6, shared=1, independent=(), delays=False, limits=Limits(max_runs=3))
+    world = World(6, shared=1, independent=(), delays=False, limits=PipelineLimits(max_runs=3))
     world.add(24)
     world.step({0: 24})
     assert max(count for _, count in world.store.calls) == 3

@@ -367,7 +367,7 @@ class Scheduler:
                 request.blocks, request.computed = [], 0
                 return
             if self._written.intersection(request.blocks):
-                self.count("late")
+                self.count("prefix_in_step")
             request.blocks += taken
             self._publish(request, request.computed + count)
             self.waiting.pop(0)

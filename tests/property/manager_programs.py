@@ -8,9 +8,9 @@ import time
 
 import numpy as np
 import torch
-from manager_model import ROW_BYTES, Scheduler, Setup, StepPlan, content, drive, make_plans
 
-from vllm_kvoffload.runtime import CpuRuntime, DelayPlan
+from tests.property.manager_model import ROW_BYTES, Scheduler, Setup, StepPlan, content, drive, make_plans
+from vllm_kvoffload.runtime import CPURuntime, DelayPlan
 from vllm_kvoffload.sparse.manager import SparseKVManager
 from vllm_kvoffload.sparse.offloaded import OffloadedKV
 from vllm_kvoffload.sparse.step import StepBatch
@@ -54,7 +54,7 @@ class Rank:
     def __init__(
         self,
         setup: Setup,
-        runtime: CpuRuntime,
+        runtime: CPURuntime,
         host_layers: list[torch.Tensor],
         *,
         writer: bool = True,
@@ -190,7 +190,7 @@ class Rank:
         """Nothing may be left behind once every request has gone, and the counters must add up."""
         live = [request.req_id for request in scheduler.live]
         self.manager.release([*scheduler.finished, *scheduler.preempted, *live])
-        self.manager.rows.check_empty()
+        self.manager.partitions.check_empty()
         assert not self.manager._seen, f"still known: {self.manager._seen}"
         if not self.failed:
             stats = self.manager.stats.as_dict()
@@ -200,7 +200,7 @@ class Rank:
 def run_program(setup: Setup, seed: int, steps: int = 30) -> dict[str, int]:
     """A program on one rank, with the random delays of the same seed; what it went through."""
     plans, scheduler = make_plans(setup, seed, steps)
-    with CpuRuntime(DelayPlan(seed, max_ms=1)) as runtime:
+    with CPURuntime(DelayPlan(seed, max_ms=1)) as runtime:
         rank = Rank(setup, runtime, setup.host_layers())
         for plan in plans:
             rank.run(plan)
@@ -212,7 +212,7 @@ def run_failing_program(setup: Setup, seed: int, steps: int = 20) -> dict[str, i
     """A program some of whose steps fail in attention. They run again, or their requests are dropped."""
     rng = random.Random(seed)
     scheduler = Scheduler(setup, rng)
-    with CpuRuntime(DelayPlan(seed, max_ms=1)) as runtime:
+    with CPURuntime(DelayPlan(seed, max_ms=1)) as runtime:
         rank = Rank(setup, runtime, setup.host_layers())
         for _ in range(steps):
             drive(scheduler, rng)
@@ -238,14 +238,14 @@ def run_rank_pair(setup: Setup, seed: int, steps: int = 25, writer_ms: float = 1
     """The same program on a writing rank, delayed by up to `writer_ms`, and a reading one; one host pool."""
     plans, scheduler = make_plans(setup, seed, steps)
     with (
-        CpuRuntime(DelayPlan(seed, max_ms=writer_ms)) as writing,
-        CpuRuntime(DelayPlan(seed + 1000, max_ms=1)) as reading,
+        CPURuntime(DelayPlan(seed, max_ms=writer_ms)) as writing,
+        CPURuntime(DelayPlan(seed + 1000, max_ms=1)) as reading,
     ):
         for rank in _run_ranks(setup, plans, (writing, reading)):
             rank.close(scheduler)
 
 
-def _run_ranks(setup: Setup, plans: list[StepPlan], runtimes: tuple[CpuRuntime, CpuRuntime]) -> list[Rank]:
+def _run_ranks(setup: Setup, plans: list[StepPlan], runtimes: tuple[CPURuntime, CPURuntime]) -> list[Rank]:
     collective, host = Collective(2), setup.host_layers()
     ranks = [Rank(setup, runtimes[i], host, writer=i == 0, collective=collective) for i in range(2)]
     errors: list[BaseException] = []

@@ -19,15 +19,15 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from manager_model import ROW_BYTES, Scheduler, Setup, StepPlan, make_plans, setup_for
-from manager_programs import Boom, Rank, run_failing_program, run_program, run_rank_pair
 
+from tests.property.manager_model import ROW_BYTES, Scheduler, Setup, StepPlan, make_plans, setup_for
+from tests.property.manager_programs import Boom, Rank, run_failing_program, run_program, run_rank_pair
 from vllm_kvoffload import ops
 from vllm_kvoffload.policies import POLICIES
-from vllm_kvoffload.runtime import CpuRuntime, DelayPlan, TaskFailedError, WaitTimeoutError
+from vllm_kvoffload.runtime import CPURuntime, DelayPlan, TaskFailedError, WaitTimeoutError
 from vllm_kvoffload.settings.offload import DELIVERIES
 from vllm_kvoffload.sparse.capacity import CapacityInputs
-from vllm_kvoffload.sparse.host_store import HostStore
+from vllm_kvoffload.sparse.host_rows import HostRows
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -50,7 +50,7 @@ def test_programs_get_their_rows_and_leave_nothing_behind(delivery: str) -> None
     for seed in SEEDS:
         log.update(run_program(setup_for(seed, delivery), seed))
     # The programs did go through what this is about.
-    for what in ("late", "preempted", "rejected", "aborted", "finished", "idle", "resumed"):
+    for what in ("prefix_in_step", "preempted", "rejected", "aborted", "finished", "idle", "resumed"):
         assert log[what] >= 5, (what, log)
 
 
@@ -68,7 +68,7 @@ def test_steps_after_a_failed_step_get_their_rows(delivery: str) -> None:
 
 def test_a_step_costs_no_wait_for_prefixes_that_were_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a prefix that is written in the same step is waited for: the rest streams ahead."""
-    monkeypatch.setattr(HostStore, "await_layer", lambda *_: pytest.fail("waited"))
+    monkeypatch.setattr(HostRows, "await_layer", lambda *_: pytest.fail("waited"))
     log = run_program(Setup(max_num_seqs=1), seed=3)
     assert log["finished"] > 1
 
@@ -80,7 +80,7 @@ class EngineMachine(RuleBasedStateMachine):
     def start(self, seed: int, delivery: str, delayed: bool) -> None:
         self.setup = setup_for(seed, delivery)
         self.scheduler = Scheduler(self.setup, random.Random(seed))
-        self.runtime = CpuRuntime(DelayPlan(seed, max_ms=0.5) if delayed else None)
+        self.runtime = CPURuntime(DelayPlan(seed, max_ms=0.5) if delayed else None)
         self.rank = Rank(self.setup, self.runtime, self.setup.host_layers())
 
     @rule(
@@ -162,8 +162,8 @@ class Faulty:
 
 
 @pytest.fixture
-def runtime() -> Iterator[CpuRuntime]:
-    with CpuRuntime() as runtime:
+def runtime() -> Iterator[CPURuntime]:
+    with CPURuntime() as runtime:
         yield runtime
 
 
@@ -172,7 +172,7 @@ def steps_of(setup: Setup, seed: int = 0) -> Iterator[StepPlan]:
 
 
 def test_a_failed_write_ends_the_engine_at_the_next_step(
-    monkeypatch: pytest.MonkeyPatch, runtime: CpuRuntime
+    monkeypatch: pytest.MonkeyPatch, runtime: CPURuntime
 ) -> None:
     """Lost rows must not be attended to, now or later; shutdown still ends every thread."""
     setup = Setup()
@@ -184,7 +184,7 @@ def test_a_failed_write_ends_the_engine_at_the_next_step(
     rank.run(next(plans))
     write.error = OSError("lost")
     failed = next(plans)
-    with suppress(TaskFailedError):  # a late prefix may notice at once
+    with suppress(TaskFailedError):  # a reader in the same step may notice at once
         rank.run(failed)
     write.error = None
     for plan in (failed.again(), next(plans), next(plans)):
@@ -193,7 +193,7 @@ def test_a_failed_write_ends_the_engine_at_the_next_step(
 
 
 def test_a_failed_write_of_a_late_prefix_fails_the_step_that_needs_it(
-    monkeypatch: pytest.MonkeyPatch, runtime: CpuRuntime
+    monkeypatch: pytest.MonkeyPatch, runtime: CPURuntime
 ) -> None:
     setup = Setup(token_budget=64)
     rank, write = Rank(setup, runtime, setup.host_layers()), Faulty(monkeypatch, "host_write")
@@ -203,7 +203,7 @@ def test_a_failed_write_of_a_late_prefix_fails_the_step_that_needs_it(
 
 
 def test_a_stuck_write_ends_the_step_at_the_deadline(
-    monkeypatch: pytest.MonkeyPatch, runtime: CpuRuntime
+    monkeypatch: pytest.MonkeyPatch, runtime: CPURuntime
 ) -> None:
     setup = Setup(max_num_seqs=1)
     rank = Rank(setup, runtime, setup.host_layers(), deadline_s=0.1)
@@ -215,11 +215,11 @@ def test_a_stuck_write_ends_the_step_at_the_deadline(
         rank.run(stopped)
     assert time.monotonic() - began < 5
     write.go_on.set()
-    for plan in (stopped.again(), *plans):  # it was late, not lost
+    for plan in (stopped.again(), *plans):  # it was slow, not lost
         rank.run(plan)
 
 
-def test_a_failed_load_fails_its_step_only(monkeypatch: pytest.MonkeyPatch, runtime: CpuRuntime) -> None:
+def test_a_failed_load_fails_its_step_only(monkeypatch: pytest.MonkeyPatch, runtime: CPURuntime) -> None:
     setup, failed = Setup(), 0
     rank, read = Rank(setup, runtime, setup.host_layers()), Faulty(monkeypatch, "host_read")
     for number, plan in enumerate(steps_of(setup)):
@@ -245,13 +245,13 @@ def twins(setup: Setup, drafts: int = 0) -> Scheduler:
 def test_a_late_prefix_is_late_again_when_its_step_runs_again(drafts: int) -> None:
     setup = Setup(token_budget=64, drafts=drafts, slots=64)
     slow = next(seed for seed in range(1000) if DelayPlan(seed, 20).delay_s("d2h", 0, "before") > 0.015)
-    with CpuRuntime(DelayPlan(slow, max_ms=20)) as runtime:
+    with CPURuntime(DelayPlan(slow, max_ms=20)) as runtime:
         rank = Rank(setup, runtime, setup.host_layers())
         plan = twins(setup, drafts).schedule_or_fail()
         assert len(plan.req_ids) == 2
         with pytest.raises(Boom):
             rank.run(plan, (3, 0))
-        for layer in rank.manager.store.layers:
+        for layer in rank.manager.host_rows.layers:
             runtime.synchronize()
             layer.fill_(0)  # whatever the failed step wrote doesn't count
         rank.run(plan.again())
@@ -270,7 +270,7 @@ def decoding(rank: Rank, setup: Setup) -> StepPlan:
     return plan
 
 
-def test_what_was_chosen_before_is_a_hit_in_every_group(runtime: CpuRuntime) -> None:
+def test_what_was_chosen_before_is_a_hit_in_every_group(runtime: CPURuntime) -> None:
     setup = Setup(slots=64)
     rank = Rank(setup, runtime, setup.host_layers())
     plan = decoding(rank, setup)
@@ -293,7 +293,7 @@ def test_what_was_chosen_before_is_a_hit_in_every_group(runtime: CpuRuntime) -> 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_the_capacity_formula_counts_every_buffer(
-    runtime: CpuRuntime, delivery: str, policy: str, drafts: int
+    runtime: CPURuntime, delivery: str, policy: str, drafts: int
 ) -> None:
     setup = Setup(
         index_topk=20, slots=128, delivery=delivery, policy=policy, drafts=drafts, mtp_layers=drafts // 3
@@ -314,19 +314,19 @@ def test_the_capacity_formula_counts_every_buffer(
     assert Rank(setup, runtime, setup.host_layers()).manager.device_bytes == inputs.fixed_bytes
 
 
-def test_a_row_is_emptied_only_if_it_may_hold_what_is_rewritten(runtime: CpuRuntime) -> None:
+def test_a_row_is_emptied_only_if_it_may_hold_what_is_rewritten(runtime: CPURuntime) -> None:
     setup = Setup()
     rank = Rank(setup, runtime, setup.host_layers())
     length = int(decoding(rank, setup).seq_lens[0])
     layers = range(setup.geometry.num_layers)
-    hot, row = rank.manager.hot, int(rank.manager.step.decode_rows[0])
+    hot, row = rank.manager.hot, int(rank.manager.step.decode_partitions[0])
     hot.forget_beyond(row, length, layers)
     assert all((pool.residency.tags[row] >= 0).any() for pool in hot.groups)
     hot.forget_beyond(row, length - 1, layers)
     assert all((pool.residency.tags[row] == -1).all() for pool in hot.groups)
 
 
-def test_a_follower_needs_its_owners_choice_in_this_step(runtime: CpuRuntime) -> None:
+def test_a_follower_needs_its_owners_plan_in_this_step(runtime: CPURuntime) -> None:
     setup = Setup(pattern="FS")
     rank = Rank(setup, runtime, setup.host_layers())
     plan = decoding(rank, setup)
@@ -334,11 +334,11 @@ def test_a_follower_needs_its_owners_choice_in_this_step(runtime: CpuRuntime) ->
         rank.run(plan, (0, 0))
     manager, new_rows = rank.manager, torch.zeros((len(plan.topk[0]), ROW_BYTES), dtype=torch.uint8)
     manager.begin_step(rank.batch(plan))
-    with pytest.raises(RuntimeError, match="layer 1 runs, but layer 0 has not chosen for it in this step"):
+    with pytest.raises(RuntimeError, match="layer 1 runs, but layer 0 has not planned for it in this step"):
         manager.delivery.deliver(1, plan.topk[0], new_rows, manager.step)
 
 
-def test_rows_of_a_step_are_let_go(runtime: CpuRuntime) -> None:
+def test_rows_of_a_step_are_let_go(runtime: CPURuntime) -> None:
     setup = Setup()
     rank = Rank(setup, runtime, setup.host_layers())
     for plan in steps_of(setup):

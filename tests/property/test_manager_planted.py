@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from manager_model import Setup, setup_for
-from manager_programs import WrongRowError, run_failing_program, run_program, run_rank_pair
 
+from tests.property.manager_model import Setup, setup_for
+from tests.property.manager_programs import WrongRowError, run_failing_program, run_program, run_rank_pair
 from vllm_kvoffload import ops
 from vllm_kvoffload.sparse.compact import CompactDelivery, PublishedPlanner
-from vllm_kvoffload.sparse.host_store import HostStore
+from vllm_kvoffload.sparse.host_rows import HostRows
 from vllm_kvoffload.sparse.hot_pool import HotPool
 from vllm_kvoffload.sparse.manager import SparseKVManager
+from vllm_kvoffload.sparse.partitions import PartitionError, PartitionLease, PartitionTable
 from vllm_kvoffload.sparse.prefetch import FollowerPrefetch
 from vllm_kvoffload.sparse.prefill_stream import PrefillStream
-from vllm_kvoffload.sparse.rows import RowError, RowLease, RowTable
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -67,28 +67,30 @@ def slots_not_copied(patch: pytest.MonkeyPatch) -> None:
             store._written[layer] = store._stream.record()
             store.bytes_written += rows.numel()
 
-    patch.setattr(HostStore, "write", write)
+    patch.setattr(HostRows, "write", write)
 
 
-def late_prefixes_missed(patch: pytest.MonkeyPatch) -> None:
+def prefix_in_step_missed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         SparseKVManager,
-        "_late_requests",
+        "_prefixes_in_step",
         lambda _self, batch, _fresh: np.zeros(batch.num_requests, dtype=bool),
     )
 
 
-def late_decode_missed(patch: pytest.MonkeyPatch) -> None:
+def prefix_in_step_missed_in_decode(patch: pytest.MonkeyPatch) -> None:
     real = SparseKVManager._sort
-    patch.setattr(SparseKVManager, "_sort", lambda *args: replace(real(*args), decode_late=False))
+    patch.setattr(SparseKVManager, "_sort", lambda *args: replace(real(*args), decode_prefix_in_step=False))
 
 
-def late_prefill_missed(patch: pytest.MonkeyPatch) -> None:
+def prefix_in_step_missed_in_prefill(patch: pytest.MonkeyPatch) -> None:
     real = PrefillStream.begin_step
     patch.setattr(
         PrefillStream,
         "begin_step",
-        lambda self, requests, layers: real(self, [replace(r, late=False) for r in requests], layers),
+        lambda self, requests, layers: real(
+            self, [replace(r, prefix_in_step=False) for r in requests], layers
+        ),
     )
 
 
@@ -104,19 +106,19 @@ def buffer_closed_before_attention(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillStream, "close", lambda _self: None)
 
 
-def rows_by_batch_index(patch: pytest.MonkeyPatch) -> None:
-    def row(_self: SparseKVManager, req_id: str, batch: Any) -> RowLease:
-        return RowLease(batch.req_ids.index(req_id), 0)
+def partitions_by_batch_index(patch: pytest.MonkeyPatch) -> None:
+    def acquire(_self: SparseKVManager, req_id: str, batch: Any) -> PartitionLease:
+        return PartitionLease(batch.req_ids.index(req_id), 0)
 
-    patch.setattr(SparseKVManager, "_row", row)
-    patch.setattr(RowTable, "check", lambda *_: True)
+    patch.setattr(SparseKVManager, "_acquire", acquire)
+    patch.setattr(PartitionTable, "check", lambda *_: True)
 
 
 def known_after_release(patch: pytest.MonkeyPatch) -> None:
     def release(self: SparseKVManager, req_ids: Any) -> None:
         for req_id in req_ids:
-            if self.rows.lookup(req_id) is not None:
-                self.rows.release(req_id)
+            if self.partitions.lookup(req_id) is not None:
+                self.partitions.release(req_id)
 
     patch.setattr(SparseKVManager, "release", release)
 
@@ -148,7 +150,7 @@ def installs_of_a_failed_step_count(patch: pytest.MonkeyPatch) -> None:
 
     def deliver(self: CompactDelivery, *args: Any) -> Any:
         part = real(self, *args)
-        self._unserved.update(dict.fromkeys(self._unserved, 0))
+        self._layers_to_serve.update(dict.fromkeys(self._layers_to_serve, 0))
         return part
 
     patch.setattr(CompactDelivery, "deliver", deliver)
@@ -163,30 +165,30 @@ def draft_passes_do_not_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SparseKVManager, "begin_draft", begin_draft)
 
 
-def late_drafts_missed(patch: pytest.MonkeyPatch) -> None:
+def prefix_in_step_missed_in_drafts(patch: pytest.MonkeyPatch) -> None:
     real = SparseKVManager.begin_draft
     patch.setattr(SparseKVManager, "begin_draft", lambda self, batch, _index: real(self, batch, 1))
 
 
 def no_wait_for_ranks_before_loads(patch: pytest.MonkeyPatch) -> None:
-    real = HostStore.await_layer
+    real = HostRows.await_layer
 
-    def await_layer(self: HostStore, layer: int) -> None:
+    def await_layer(self: HostRows, layer: int) -> None:
         real(self, layer)
         if self._barrier is not None:
             self._barrier()
 
-    patch.setattr(HostStore, "await_ranks", lambda _self: None)
-    patch.setattr(HostStore, "await_layer", await_layer)
+    patch.setattr(HostRows, "await_ranks", lambda _self: None)
+    patch.setattr(HostRows, "await_layer", await_layer)
 
 
 def no_wait_for_ranks_in_a_layer(patch: pytest.MonkeyPatch) -> None:
-    def await_layer(self: HostStore, layer: int) -> None:
+    def await_layer(self: HostRows, layer: int) -> None:
         event = self._written[layer]
         if event is not None:
             event.wait(self._deadline_s)
 
-    patch.setattr(HostStore, "await_layer", await_layer)
+    patch.setattr(HostRows, "await_layer", await_layer)
 
 
 def long_steps(seed: int) -> Setup:
@@ -219,18 +221,22 @@ def single_prefill_layer(seed: int) -> Setup:
 
 
 PLANTED = {
-    "writes are not joined": Planted(disabled(HostStore, "join")),
+    "writes are not joined": Planted(disabled(HostRows, "join")),
     "slot mapping is not copied": Planted(slots_not_copied),
-    "late prefixes are not noticed": Planted(late_prefixes_missed),
-    "late prefixes are not noticed in decode": Planted(late_decode_missed),
-    "late prefixes are not noticed in prefill": Planted(late_prefill_missed, setup=long_steps),
-    "late prefixes are not awaited": Planted(disabled(HostStore, "await_layer")),
-    "late prefixes are not noticed after preemption": Planted(known_after_release, error=AssertionError),
+    "prefixes computed in the step are not noticed": Planted(prefix_in_step_missed),
+    "prefixes computed in the step are not noticed in decode": Planted(prefix_in_step_missed_in_decode),
+    "prefixes computed in the step are not noticed in prefill": Planted(
+        prefix_in_step_missed_in_prefill, setup=long_steps
+    ),
+    "prefixes computed in the step are not awaited": Planted(disabled(HostRows, "await_layer")),
+    "prefixes computed in the step are not noticed after preemption": Planted(
+        known_after_release, error=AssertionError
+    ),
     "loads are not awaited": Planted(before(PrefillStream, "open", lambda self, *_: self._loaded.clear())),
     "buffer is closed before attention": Planted(buffer_closed_before_attention),
-    "rows are not reset": Planted(disabled(HotPool, "reset_row")),
-    "rows go by batch index": Planted(rows_by_batch_index),
-    "rows are not released": Planted(disabled(SparseKVManager, "release"), error=RowError),
+    "partitions are not reset": Planted(disabled(HotPool, "reset_partition")),
+    "rows go by batch index": Planted(partitions_by_batch_index),
+    "partitions are not released": Planted(disabled(SparseKVManager, "release"), error=PartitionError),
     "rejected drafts stay": Planted(before(ops, "dsa_plan", lambda *args: args[4].high.zero_())),
     "rejected drafts stay after a prefill": Planted(disabled(HotPool, "forget_beyond"), setup=sessions),
     "new rows are not written": Planted(disabled(ops, "write_rows")),
@@ -260,11 +266,13 @@ PLANTED = {
         installs_of_a_failed_step_count, run_failing_program, setup=compact
     ),
     "draft passes do not wait for each other": Planted(draft_passes_do_not_wait, setup=drafting),
-    "late prefixes are not noticed in draft passes": Planted(late_drafts_missed, setup=drafting),
+    "prefixes computed in the step are not noticed in draft passes": Planted(
+        prefix_in_step_missed_in_drafts, setup=drafting
+    ),
     "ranks: loads run ahead of the writer": Planted(
         no_wait_for_ranks_before_loads, partial(run_rank_pair, writer_ms=10), setup=single_prefill_layer
     ),
-    "ranks: late prefixes are awaited by the writer only": Planted(
+    "ranks: prefixes computed in the step are awaited by the writer only": Planted(
         no_wait_for_ranks_in_a_layer, run_rank_pair
     ),
     "failed step: what it left is not undone": Planted(
@@ -273,6 +281,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     planted = PLANTED[name]

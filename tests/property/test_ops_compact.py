@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import Step, int32, numbered, numbers
 
+from tests.plan_cases import Step, int32, numbered, numbers
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import Kind, oracle
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ops_simulation import ROW_BYTES, Pools, check_positions, version_of
-from plan_cases import MAX_QUERY_LEN, Shape, Step, int32, sequences
 
+from tests.plan_cases import MAX_QUERY_LEN, Shape, Step, int32, sequences
+from tests.property.ops_simulation import ROW_BYTES, Pools, check_positions, version_of
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import Kind, conformance
 from vllm_kvoffload.ops.oracle import conformance as oracle
@@ -138,7 +138,7 @@ def test_damaged_records_are_dropped(impl: ModuleType) -> None:
 
 
 def conformance_out(shape: Shape) -> conformance.ConformanceOut:
-    return conformance.ConformanceOut(shape.max_tokens, shape.num_rows + 1, shape.topk, MAX_QUERY_LEN)
+    return conformance.ConformanceOut(shape.max_tokens, shape.num_partitions + 1, shape.topk, MAX_QUERY_LEN)
 
 
 def as_fifo(shape: Shape) -> Shape:
@@ -209,7 +209,7 @@ def test_equals_cann_tables(case: tuple[Shape, list[Step]], seed: int, id_range:
     shape, steps = as_fifo(case[0]), case[1]
     rng = np.random.default_rng(seed)
     residency, out = shape.residency(), conformance_out(shape)
-    tables = [CannTables(shape.slots_per_row, id_range) for _ in range(shape.num_rows)]
+    tables = [CannTables(shape.slots_per_partition, id_range) for _ in range(shape.num_partitions)]
     for step in (shifted_lengths(step, rng) for step in steps):
         conformance.plan(*step.inputs, residency, id_range, out)
         starts = step.query_start_loc
@@ -308,7 +308,7 @@ def reset_rewound(step: Step, residency: ops.Residency, layers: list[Pools]) -> 
         query_len = int(step.query_start_loc[n + 1] - step.query_start_loc[n])
         stable = int(step.seq_lens[n]) - query_len
         if row in step.reset or (row >= 0 and (stable == 0 or int(residency.tags[row].max()) >= stable)):
-            residency.reset_row(row)
+            residency.reset_partition(row)
             for layer in layers:
                 layer.truth[row] = {}
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import int32
 
+from tests.plan_cases import int32
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import oracle
 
@@ -153,7 +153,7 @@ def test_plan_offsets_beyond_4_gib() -> None:
         torch.zeros(rows, dtype=torch.int32),
         "rrip",
     )
-    residency.reset_row(rows - 1)
+    residency.reset_partition(rows - 1)
     small = ops.Residency.allocate(1, sets * ways, ways, "rrip")
     outs = [ops.PlanOut(1, 1, 64, 1) for _ in range(2)]
     ids = torch.arange(64, dtype=torch.int32).view(1, 64) * 1023

@@ -7,9 +7,9 @@ from types import ModuleType
 import pytest
 import torch
 from hypothesis import given, settings
-from ops_simulation import GatherSimulation
-from plan_cases import Shape, Step, int32, numbered, numbers, sequences
 
+from tests.plan_cases import Shape, Step, int32, numbered, numbers, sequences
+from tests.property.ops_simulation import GatherSimulation
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import oracle
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
-from ops_simulation import CompactSimulation, GatherSimulation, Simulation
-from plan_cases import Shape, Step, sequences
 
+from tests.plan_cases import Shape, Step, sequences
+from tests.property.ops_simulation import CompactSimulation, GatherSimulation, Simulation
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import _C
 from vllm_kvoffload.policies import POLICIES, TABLE

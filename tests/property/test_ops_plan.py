@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import OUTPUT, STATE, Shape, Step, sequences
 
+from tests.plan_cases import OUTPUT, STATE, Shape, Step, sequences
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import oracle
 
@@ -37,7 +37,7 @@ def run_all(shape: Shape, steps: list[Step], *, compact: bool = False) -> torch.
     for number, step in enumerate(steps):
         for row in step.reset:
             for residency in (reference, *(state[0] for state in native.values())):
-                residency.reset_row(row)
+                residency.reset_partition(row)
         oracle.dsa_plan(*step.inputs, reference, expected)
         total += expected.stats
         for isa, (residency, out, workspace) in native.items():
@@ -80,7 +80,7 @@ def test_compact_outputs_change_nothing_else(case: tuple[Shape, list[Step]]) -> 
 )
 def test_equals_oracle_on_one_busy_row(policy: str, ways: int, steps: list[tuple[int, list[int]]]) -> None:
     """Ids drawn one by one, so that failures shrink to readable cases; two sets, so that steps evict."""
-    shape = Shape(num_rows=1, ways=ways, sets=2, topk=20, policy=policy)
+    shape = Shape(num_partitions=1, ways=ways, sets=2, topk=20, policy=policy)
     run_all(
         shape,
         [
@@ -99,7 +99,7 @@ def test_equals_oracle_on_one_busy_row(policy: str, ways: int, steps: list[tuple
 @pytest.mark.parametrize("ways", [16, 32])
 def test_equals_oracle_with_every_id_in_one_set(policy: str, ways: int) -> None:
     """As many ids as slots, first all of one set: displacement by the thousand, then two friendlier steps."""
-    shape = Shape(num_rows=1, ways=ways, sets=2048 // ways, topk=512, policy=policy)
+    shape = Shape(num_partitions=1, ways=ways, sets=2048 // ways, topk=512, policy=policy)
     rng = np.random.default_rng(7)
     steps = []
     for stride in (shape.sets, 1, shape.sets // 2):
@@ -120,7 +120,7 @@ def test_equals_oracle_with_every_id_in_one_set(policy: str, ways: int) -> None:
 def test_tampered_state_is_survived(isa: str) -> None:
     """Ages above 3, hands beyond W and a wild high must not lead the core out of bounds."""
     ops.set_isa(isa)
-    shape = Shape(num_rows=1, ways=16, sets=2, topk=32, policy="rrip")
+    shape = Shape(num_partitions=1, ways=16, sets=2, topk=32, policy="rrip")
     for policy in ops.POLICIES:
         residency = ops.Residency.allocate(1, 32, 16, policy)
         residency.tags.copy_(torch.arange(32, dtype=torch.int32).view(1, 16, 2).transpose(1, 2))
@@ -139,7 +139,7 @@ def test_workspace_is_shared_between_shapes() -> None:
     """One workspace serves residencies of any size, in any order."""
     workspace = ops.Workspace()
     for sets, topk in ((1, 16), (8, 100), (2, 5), (8, 128)):
-        shape = Shape(num_rows=2, ways=16, sets=sets, topk=topk, policy="clock")
+        shape = Shape(num_partitions=2, ways=16, sets=sets, topk=topk, policy="clock")
         residency, reference, out, expected = (
             shape.residency(),
             shape.residency(),

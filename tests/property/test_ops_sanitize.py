@@ -24,7 +24,8 @@ def test_core_is_clean(tmp_path: Path, sanitizer: str) -> None:
     assert "portable: 60 rounds on 2 threads" in result.stdout
 
 
-CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+CROSS_COMPILER = "aarch64-linux-gnu-g++"
+EMULATOR = next(filter(shutil.which, ("qemu-aarch64", "qemu-aarch64-static")), "qemu-aarch64")
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from plan_cases import STATE, int32
 
+from tests.plan_cases import STATE, int32
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import _C, torch_ops
 
@@ -30,7 +30,7 @@ class Case:
 
         self.topk = torch.randint(-1, 62, (3, TOPK), dtype=torch.int32, generator=generator)
         self.starts, self.lengths, self.rows = int32(0, 1, 3), int32(60, 61), int32(2, 0)
-        self.token_rows = int32(2, 0, 0)
+        self.token_partitions = int32(2, 0, 0)
         self.host, self.hot = random_bytes(16, 8, ROW_BYTES), random_bytes(3, 32, ROW_BYTES)
         self.table = torch.arange(16, dtype=torch.int32).view(2, 8)
         self.new_rows = random_bytes(3, ROW_BYTES)
@@ -71,7 +71,7 @@ class Case:
                 *(self.topk, starts, self.lengths, rows, self.host, self.table, self.new_rows),
                 *(self.gathered, self.status, self.counts),
             ),
-            "write_rows": (self.hot, self.token_rows, self.new_rows, out.new_slots[:3]),
+            "write_rows": (self.hot, self.token_partitions, self.new_rows, out.new_slots[:3]),
             "host_write": (self.host, self.new_rows, self.mapping),
         }
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from plan_cases import OUTPUT, STATE, int32
 
+from tests.plan_cases import OUTPUT, STATE, int32
 from vllm_kvoffload import ops
 from vllm_kvoffload.ops import _C, conformance, oracle
 
@@ -52,7 +52,7 @@ PLAN_CASES = {
     "starts negative": (with_value("query_start_loc", 1, -1), r"query_start_loc\[1\]"),
     "rows length": (replaced("rows", int32(1)), "rows: expected shape"),
     "rows beyond": (with_value("rows", 1, 3), r"rows\[1\]: 3 is outside"),
-    "rows twice": (with_value("rows", 1, 2), r"rows\[1\]: row 2 belongs"),
+    "rows twice": (with_value("rows", 1, 2), r"rows\[1\]: partition 2 belongs"),
     "seq_len short": (with_value("seq_lens", 1, 1), r"seq_lens\[1\]: 1 is less"),
     "seq_len negative": (with_value("seq_lens", 0, -5), r"seq_lens\[0\]"),
     "more requests": (
@@ -114,9 +114,9 @@ def test_skipped_requests_are_not_checked() -> None:
     ("arguments", "message"),
     [
         ((4, 32, 8), "ways: must be 16 or 32, got 8"),
-        ((4, 48, 16), "slots_per_row: must be 16 times a power of two, got 48"),
-        ((4, 40, 16), "slots_per_row"),
-        ((4, 8, 16), "slots_per_row"),
+        ((4, 48, 16), "slots_per_partition: must be 16 times a power of two, got 48"),
+        ((4, 40, 16), "slots_per_partition"),
+        ((4, 8, 16), "slots_per_partition"),
         ((4, 32, 16, "mru"), f"policy: expected one of {', '.join(ops.POLICIES)}, got 'mru'"),
     ],
 )
@@ -153,12 +153,17 @@ def test_residency_accounting() -> None:
     residency = ops.Residency.allocate(2, 64, 16)
     assert residency.policy == ops.DEFAULT_POLICY
     assert residency.nbytes == 2 * (64 * 4 + 64 + 4 + 4)
-    assert (residency.num_rows, residency.num_sets, residency.ways, residency.slots_per_row) == (2, 4, 16, 64)
+    assert (residency.num_partitions, residency.num_sets, residency.ways, residency.slots_per_partition) == (
+        2,
+        4,
+        16,
+        64,
+    )
     residency.tags.fill_(5)
     residency.hands.fill_(1)
     residency.ages.fill_(1)
     residency.high.fill_(9)
-    residency.reset_row(1)
+    residency.reset_partition(1)
     assert [int(t[1].max()) for t in (residency.tags, residency.ages, residency.hands, residency.high)] == [
         -1,
         0,
@@ -383,8 +388,8 @@ GATHER_CASES = {
     "starts": (with_value("query_start_loc", 2, 5), r"query_start_loc\[2\]: 5 exceeds topk's 4"),
     "length short": (with_value("seq_lens", 1, 1), r"seq_lens\[1\]: 1 is less"),
     "row beyond": (with_value("rows", 1, 3), r"rows\[1\]: 3"),
-    "row twice": (with_value("rows", 1, 2), r"rows\[1\]: row 2 belongs"),
-    "queries": (with_value("query_start_loc", 1, 0), "selection: 2 queries per row are too few for the 3"),
+    "row twice": (with_value("rows", 1, 2), r"rows\[1\]: partition 2 belongs"),
+    "queries": (with_value("query_start_loc", 1, 0), "selection: 2 queries per partition are too few for"),
     "status length": (with_value("status", 2, 3), r"status\[0, 0\]: length 3"),
     "status negative": (with_value("status", 5, -1), r"status\[0, 1\]: length -1"),
     "status shape": (replaced("status", torch.zeros((3, 2, 2), dtype=torch.int32)), "status: expected shape"),
@@ -417,7 +422,7 @@ def test_gather_reuse_refuses() -> None:
     status, lengths = torch.zeros((2, 2, 3), dtype=torch.int32), int32(-7, -7, -7)
     for rows, starts, message in (
         (int32(2), int32(0, 1), r"rows\[0\]: 2"),
-        (int32(1), int32(0, 3), "status: 2 queries per row are too few for the 3 of request 0"),
+        (int32(1), int32(0, 3), "status: 2 queries per partition are too few for the 3 of request 0"),
         (int32(1), int32(0, 4), r"query_start_loc\[1\]: 4 exceeds lengths's 3"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -452,7 +457,7 @@ def test_conformance_refuses() -> None:
     for arguments, message in (
         ((starts, rows, aging, 100), "policy is fifo"),
         ((starts, int32(2, 3), good, 100), r"rows\[1\]: 3"),
-        ((starts, int32(2, 2), good, 100), r"rows\[1\]: row 2 belongs"),
+        ((starts, int32(2, 2), good, 100), r"rows\[1\]: partition 2 belongs"),
         ((int32(0, 1, 4), rows, good, 100), "records: 2 queries"),
         ((starts, rows, good, -5), "id_range"),
     ):

@@ -324,7 +324,7 @@ class World:
             for pool in core.pools
         ]
         tasks, connections = core.background, core.client.connections[0]
-        return (*loads[0], *loads[1], len(core.meetings), tasks, connections + len(self.app.running))
+        return (*loads[0], *loads[1], len(core.rendezvous), tasks, connections + len(self.app.running))
 
 
 def events(text: str) -> list[dict[str, Any]]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from proxy_world import FAST, Behaviour, Exchange, World, events, text_of, words, world
 
+from tests.proxy.proxy_world import FAST, Behaviour, Exchange, World, events, text_of, words, world
 from vllm_kvoffload.proxy.balance import Demand
 from vllm_kvoffload.proxy.settings import Deadlines
 
@@ -70,6 +70,7 @@ async def client(w: World, random_: random.Random) -> str:
     return "right"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_chaos(seed: int) -> None:
     async def scenario() -> None:
@@ -99,6 +100,7 @@ def test_chaos(seed: int) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 90))
 
 
+@pytest.mark.slow
 def test_control_a_leak_is_seen() -> None:
     async def scenario() -> None:
         async with world() as w:

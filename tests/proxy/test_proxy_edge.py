@@ -14,12 +14,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from proxy_world import FAST, HOST, Exchange, World, decode, world
 
+from tests.proxy.proxy_world import FAST, HOST, Exchange, World, decode, world
 from vllm_kvoffload.proxy.chunks import ChunkError, Chunks
 from vllm_kvoffload.proxy.cork import cork
 from vllm_kvoffload.proxy.jsontext import DEEPEST, decode_json
-from vllm_kvoffload.proxy.settings import Deadlines, Limits
+from vllm_kvoffload.proxy.settings import Deadlines, ProxyLimits
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 MISSING = b"GET /none HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -380,7 +380,7 @@ def test_a_full_house_closes_idle_connections_and_keeps_a_reserve() -> None:
         await asyncio.Event().wait()
 
     async def scenario() -> None:
-        async with world(limits=Limits(connections=8)) as w, contextlib.AsyncExitStack() as stack:
+        async with world(limits=ProxyLimits(connections=8)) as w, contextlib.AsyncExitStack() as stack:
             idle = [await stack.enter_async_context(connection(w)) for _ in range(20)]
             assert await talk(w, HEALTH) == [200]
             assert await asyncio.wait_for(idle[0][0].read(), 2) == b"", "the oldest idle one made room"

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from proxy_world import FAST, Exchange, events, text_of, words, world
 
+from tests.proxy.proxy_world import FAST, Exchange, events, text_of, words, world
 from vllm_kvoffload.proxy.settings import Deadlines
 
 
@@ -384,7 +384,7 @@ def test_a_stream_that_stalls_ends() -> None:
     run(scenario())
 
 
-def test_slow_children_hold_up_nobody() -> None:
+def test_slow_sub_requests_hold_up_no_other() -> None:
     async def slow(exchange: Exchange) -> None:
         await gate.wait()
         await exchange.engine.usual(exchange)

@@ -15,11 +15,18 @@ from hypothesis import strategies as st
 from vllm_kvoffload.proxy import sse
 from vllm_kvoffload.proxy.balance import COOL_DOWN, Demand, Health, Load, Pool
 from vllm_kvoffload.proxy.calls import parse_call, prefix_hashes
-from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, Refused
+from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, RequestRefused
 from vllm_kvoffload.proxy.http_client import request_bytes
 from vllm_kvoffload.proxy.jsontext import decode_json
 from vllm_kvoffload.proxy.recompute import CannotContinue, Transcript, continued_body
-from vllm_kvoffload.proxy.rendezvous import Meetings, Message, Notice, Outcome, check_message, external_id
+from vllm_kvoffload.proxy.rendezvous import (
+    Message,
+    Notice,
+    Outcome,
+    PendingRendezvous,
+    check_message,
+    external_id,
+)
 from vllm_kvoffload.proxy.sanitize import ALWAYS, DROP, PREFILL_TABLE, prefill_body
 from vllm_kvoffload.proxy.settings import Address, SettingsError, addresses, is_wildcard, proxy_settings
 from vllm_kvoffload.proxy.usage import UsageFacts, add_usage, cached_tokens, rewrite_usage
@@ -138,12 +145,12 @@ def test_what_shapes_the_prompt_stays() -> None:
     st.lists(st.one_of(st.text(max_size=3), st.lists(st.integers(0, 9), max_size=3)), max_size=5),
     st.integers(1, 4),
 )
-def test_children_of_a_list(prompts: list[Any], n: int) -> None:
+def test_sub_requests_of_a_list(prompts: list[Any], n: int) -> None:
     call = parse_call("completion", json.dumps({"prompt": prompts, "n": n, "seed": 3}).encode())
     count = max(1, len(prompts))
-    assert [child.index for child in call.children] == list(range(count * n))
-    assert sum(child.counts_prompt for child in call.children) == count
-    for child in call.children:
+    assert [child.index for child in call.sub_requests] == list(range(count * n))
+    assert sum(child.counts_prompt for child in call.sub_requests) == count
+    for child in call.sub_requests:
         assert "n" not in child.body
         assert child.body["seed"] == 3 + child.index % n
         assert child.body["prompt"] == (prompts[child.index // n] if prompts else [])
@@ -154,7 +161,7 @@ def test_children_of_a_list(prompts: list[Any], n: int) -> None:
 def test_weights_are_tokens() -> None:
     def tokens(**body: Any) -> int:
         kind = "chat" if "messages" in body else "completion"
-        return parse_call(kind, json.dumps(body).encode()).children[0].prefill.tokens  # type: ignore[arg-type]
+        return parse_call(kind, json.dumps(body).encode()).sub_requests[0].prefill.tokens  # type: ignore[arg-type]
 
     assert tokens(prompt=list(range(1000))) == 1000
     assert tokens(prompt="word" * 1000) == 1000
@@ -275,33 +282,33 @@ MESSAGE = {
 
 
 def test_meetings() -> None:
-    meetings, seen, notices = Meetings(), [], []
+    rendezvous, seen, notices = PendingRendezvous(), [], []
     outcome: Outcome = Outcome(loop=asyncio.new_event_loop())
 
     def start(message: Message) -> Outcome:
         seen.append(message)
         return outcome
 
-    assert meetings.post(MESSAGE) == ("unknown", None)
-    meetings.expect("cmpl-x-0", start, notices.append)
+    assert rendezvous.post(MESSAGE) == ("unknown", None)
+    rendezvous.expect("cmpl-x-0", start, notices.append)
     with pytest.raises(ValueError, match="expected already"):
-        meetings.expect("cmpl-x-0", start, notices.append)
-    with pytest.raises(Refused):
-        meetings.post({**MESSAGE, "remote_host": 1})
-    assert meetings.post(MESSAGE) == ("started", outcome)
-    assert meetings.post(MESSAGE) == ("repeated", outcome)
+        rendezvous.expect("cmpl-x-0", start, notices.append)
+    with pytest.raises(RequestRefused):
+        rendezvous.post({**MESSAGE, "remote_host": 1})
+    assert rendezvous.post(MESSAGE) == ("started", outcome)
+    assert rendezvous.post(MESSAGE) == ("repeated", outcome)
     assert seen == [MESSAGE]
     told = {"request_id": "cmpl-x-0", "failure": "mismatch", "error": "dtype", "prefill_layout": "AB"}
-    assert meetings.failed(told) == Notice("mismatch", "dtype", "ab")
-    assert meetings.failed({**told, "prefill_layout": "x" * 999}) == Notice("mismatch", "dtype")
+    assert rendezvous.failed(told) == Notice("mismatch", "dtype", "ab")
+    assert rendezvous.failed({**told, "prefill_layout": "x" * 999}) == Notice("mismatch", "dtype")
     assert len(notices) == 2
-    with pytest.raises(Refused):
-        meetings.failed({**told, "error": 1})
-    meetings.forget("cmpl-x-0")
-    assert meetings.failed(told) is None
-    assert meetings.post(MESSAGE) == ("unknown", None)
+    with pytest.raises(RequestRefused):
+        rendezvous.failed({**told, "error": 1})
+    rendezvous.forget("cmpl-x-0")
+    assert rendezvous.failed(told) is None
+    assert rendezvous.post(MESSAGE) == ("unknown", None)
     outcome.get_loop().close()
-    assert len(meetings) == 0
+    assert len(rendezvous) == 0
 
 
 @pytest.mark.parametrize(
@@ -321,7 +328,7 @@ def test_meetings() -> None:
     ],
 )
 def test_bad_messages(change: dict[str, Any]) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRefused):
         check_message({**MESSAGE, **change})
 
 

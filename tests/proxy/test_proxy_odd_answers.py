@@ -6,7 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from proxy_world import Exchange, decode, words, world
+
+from tests.proxy.proxy_world import Exchange, decode, words, world
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 7\r\n\r\n"
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-from proxy_world import Exchange, World, decode, free_port, words
 
+from tests.proxy.proxy_world import Exchange, World, decode, free_port, words
 from vllm_kvoffload.cli.proxy import TOKEN_VARIABLE, settings_of
 from vllm_kvoffload.proxy.settings import Deadlines, SettingsError
 
@@ -59,10 +59,14 @@ async def process(
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         async with httpx.AsyncClient(base_url=url, timeout=20) as client:
             for _ in range(200):
-                with contextlib.suppress(httpx.HTTPError):
+                try:
                     await client.get("/health")
+                except httpx.ConnectError:
+                    await asyncio.sleep(0.1)
+                except httpx.HTTPError:  # it listens, and wants TLS
                     break
-                await asyncio.sleep(0.1)
+                else:
+                    break
             yield running, client
     finally:
         if running.returncode is None:

@@ -6,7 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from proxy_world import Behaviour, Exchange, events, text_of, words, world
+
+from tests.proxy.proxy_world import Behaviour, Exchange, events, text_of, words, world
 
 
 def run(scenario: Any) -> None:

@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from proxy_world import FAST, Exchange, decode, events, text_of, words, world
 
+from tests.proxy.proxy_world import FAST, Exchange, decode, events, text_of, words, world
 from vllm_kvoffload.proxy.app import Answer
 from vllm_kvoffload.proxy.http_client import Client
 from vllm_kvoffload.proxy.settings import Deadlines
@@ -302,7 +302,7 @@ def test_a_request_costs_no_more_than_its_budget(raw: bytes, status: int, why: s
     run(scenario())
 
 
-def test_children_are_sent_in_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sub_requests_are_sent_in_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many choices a large request has, a few of its bodies exist at a time."""
     monkeypatch.setattr("vllm_kvoffload.proxy.dispatch.WINDOW", 3 * MB)
     open_now, most = 0, 0

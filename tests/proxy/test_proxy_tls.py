@@ -12,10 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from proxy_world import HOST, World, world
-from test_proxy_edge import run
-from test_proxy_process import process
 
+from tests.proxy.proxy_world import HOST, World, world
+from tests.proxy.test_proxy_edge import run
+from tests.proxy.test_proxy_process import process
 from vllm_kvoffload.cli.proxy import KEY_VARIABLE, settings_of
 from vllm_kvoffload.proxy.settings import SettingsError
 from vllm_kvoffload.proxy.tls import EngineTls, Tls, TlsError

@@ -149,31 +149,28 @@ def test_bad_input_ends_with_one_clear_line(case: str, model: Path, tmp_path: Pa
     assert our_shared_memory() == before
 
 
-def test_nothing_is_left_after_sigkill_and_a_restart_serves(model: Path, tmp_path: Path) -> None:
+def test_nothing_is_left_after_sigkill_nor_after_sigterm(model: Path, tmp_path: Path) -> None:
+    """The first server is killed; the second gives the same answer and ends with SIGTERM."""
     before, texts = our_shared_memory(), []
-    for attempt in range(2):
-        port, log = free_port(), tmp_path / f"log{attempt}"
+    for end in (kill, terminate):
+        port, log = free_port(), tmp_path / f"log-{end.__name__}"
         with serving(command(model, OFFLOAD, port), log) as process:
             wait_ready(process, port, log)
             texts.append(ask(port, model))
-            kill(process)
-        assert our_shared_memory() == before
+            end(process)
+            assert our_shared_memory() == before
     assert texts[0] == texts[1]
     assert texts[0]
 
 
-def test_sigterm_ends_everything(model: Path, tmp_path: Path) -> None:
-    before, port, log = our_shared_memory(), free_port(), tmp_path / "log"
-    with serving(command(model, OFFLOAD, port), log) as process:
-        wait_ready(process, port, log)
-        ask(port, model)
-        process.send_signal(signal.SIGTERM)
-        process.wait(EXIT_DEADLINE_S)
-        deadline = time.monotonic() + EXIT_DEADLINE_S
-        while _group_lives(process.pid) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert not _group_lives(process.pid)
-    assert our_shared_memory() == before
+def terminate(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, after which the whole group must end."""
+    process.send_signal(signal.SIGTERM)
+    process.wait(EXIT_DEADLINE_S)
+    deadline = time.monotonic() + EXIT_DEADLINE_S
+    while _group_lives(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not _group_lives(process.pid)
 
 
 def _group_lives(group: int) -> bool:

@@ -10,12 +10,10 @@ import argparse
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "faults")]
-
-from soak_chaos import KINDS  # noqa: E402
-from soak_report import page  # noqa: E402
-from soak_run import Plan, Soak  # noqa: E402
+from tests import ROOT
+from tests.soak.soak_chaos import KINDS
+from tests.soak.soak_report import page
+from tests.soak.soak_run import Plan, Soak
 
 
 def parse(arguments: list[str]) -> Plan:
@@ -32,7 +30,7 @@ def parse(arguments: list[str]) -> Plan:
     parser.add_argument("--no-sampled", action="store_true", help="no requests with a seed and a temperature")
     parser.add_argument("--calm", type=float, default=300.0, help="seconds from one calm phase to the next")
     parser.add_argument("--warm-up", type=float, default=10.0, help="minutes of a process that don't count")
-    parser.add_argument("--folder", type=Path, default=HERE.parents[1] / "build" / "soak")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "soak")
     found = parser.parse_args(arguments)
     kinds = KINDS if found.only is None else found.only
     return Plan(

@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import fault_strangers as strangers
-from soak_fleet import LEASE_S, OTHER_BLOCK_SIZE, OTHER_DTYPE, REQUEST_S, Fleet, ask
-from soak_journal import Journal
-
+from tests.faults import fault_strangers as strangers
+from tests.soak.soak_fleet import LEASE_S, OTHER_BLOCK_SIZE, OTHER_DTYPE, REQUEST_S, Fleet, ask
+from tests.soak.soak_journal import Journal
 from vllm_kvoffload.demo.server import ServerError
 
 SHORT_S, LONG_S = 0.3 * LEASE_S, 2.0 * LEASE_S

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fault_client import Client, new_prompt
+from tests.faults.fault_client import Client, new_prompt
 
 DEADLINE_S = 120.0
 """Beyond every deadline of the deployment: a request that lasts longer has outlived them all."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from soak_load import Load
-from soak_run import Outcome, Plan
+from tests.soak.soak_load import Load
+from tests.soak.soak_run import Outcome, Plan
 
 MIB = 1 << 20
 SHOWN = 12
@@ -66,5 +66,6 @@ def _memory(outcome: Outcome) -> Iterator[str]:
         if growth.median >= SMALL_BYTES or not growth.flat:
             name = f"{growth.life:14} {growth.process:16} {growth.minutes:5.1f} min"
             size = f"{growth.median / MIB:8.1f} MiB {growth.rate / MIB:+8.2f} MiB/h {growth.share:+7.2%}"
-            yield f"{name} {size}  {'flat' if growth.flat else 'GROWS'}"
+            late = "" if growth.late_share is None else f", second half {growth.late_share:+.2%}"
+            yield f"{name} {size}{late}  {'flat' if growth.flat else 'GROWS'}"
     yield f"{len(outcome.growths) - len(judged)} more processes did not live long enough to be judged"

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fault_cluster import Census
-from soak_chaos import Chaos
-from soak_fleet import READY_S, Fleet
-from soak_journal import Journal
-from soak_load import Load, Oracle, Record, prompts
-from soak_watch import Growth, Watch, growth, more_than
-
+from tests.faults.fault_cluster import Census
+from tests.soak.soak_chaos import Chaos
+from tests.soak.soak_fleet import READY_S, Fleet
+from tests.soak.soak_journal import Journal
+from tests.soak.soak_load import Load, Oracle, Record, prompts
+from tests.soak.soak_watch import Growth, Watch, growth, more_than
 from vllm_kvoffload.demo.checkpoint import MODELS, build_checkpoint
 
 PROBES = 12

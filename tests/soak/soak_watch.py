@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from fault_cluster import HELD, PROXY_HELD, metrics
-from soak_fleet import Fleet
-
+from tests.faults.fault_cluster import HELD, PROXY_HELD, metrics
+from tests.soak.soak_fleet import Fleet
 from vllm_kvoffload.demo.processes import session_and_descendants
 
 EVERY_S = 10.0
 FLAT = 0.02
 LEAST_SPAN_S = 300.0
 """A process that lived for less after its warm-up is not judged."""
+LEAST_HALF_S = 900.0
 FEW_BYTES = 1 << 20
 """Growth that may be a handful of pages."""
 PATIENCE_S = 60.0
@@ -61,7 +61,11 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True)
 class Growth:
-    """Of a process after its warm-up. rate: bytes an hour; share: growth over the span, of the median."""
+    """Of a process after its warm-up. rate: bytes an hour; share: growth over the span, of the median.
+
+    late_share: the same over the span's second half; None if that is shorter than `LEAST_HALF_S`. What
+    grows in steps, each at a fault's first occurrence, and then no more, is no leak.
+    """
 
     life: str
     process: str
@@ -69,12 +73,15 @@ class Growth:
     median: float
     rate: float
     share: float
+    late_share: float | None
     judged: bool
 
     @property
     def flat(self) -> bool:
         grown = self.rate / 60 * self.minutes
-        return not self.judged or self.share <= FLAT or grown <= FEW_BYTES
+        late = self.late_share
+        settled = late is not None and (late <= FLAT / 8 or late * self.median <= FEW_BYTES)
+        return not self.judged or self.share <= FLAT or grown <= FEW_BYTES or settled
 
 
 def growth(samples: Sequence[Sample], warm_up_s: float) -> list[Growth]:
@@ -92,8 +99,16 @@ def growth(samples: Sequence[Sample], warm_up_s: float) -> list[Growth]:
         median = statistics.median(sample.own for sample in kept)
         judged = kept is warm and span >= min(LEAST_SPAN_S, warm_up_s)
         share = rate * span / median if median else 0.0
-        found.append(Growth(life, process, span / 60, median, rate * 3600, share, judged))
+        late = _late_share(kept, median)
+        found.append(Growth(life, process, span / 60, median, rate * 3600, share, late, judged))
     return found
+
+
+def _late_share(kept: Sequence[Sample], median: float) -> float | None:
+    middle = (kept[0].second + kept[-1].second) / 2
+    late = [(sample.second, sample.own) for sample in kept if sample.second >= middle]
+    span = late[-1][0] - late[0][0]
+    return slope(late) * span / median if span >= LEAST_HALF_S and median else None
 
 
 class Watch:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import os
 import random
 import socket
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "faults"))
 pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
 
-import fault_strangers as strangers
-from soak_chaos import Excuse
-from soak_load import LONGEST_ANSWER, Load, Oracle, Record, prompts
-from soak_report import page
-from soak_run import Outcome, Plan
-from soak_watch import Sample, growth, memory, more_than, slope, wait_empty
-
+from tests.faults import fault_strangers as strangers
+from tests.soak.soak_chaos import Excuse
+from tests.soak.soak_load import LONGEST_ANSWER, Load, Oracle, Record, prompts
+from tests.soak.soak_report import page
+from tests.soak.soak_run import Outcome, Plan
+from tests.soak.soak_watch import Sample, growth, memory, more_than, slope, wait_empty
 from vllm_kvoffload.connectors.sfa_remote_d2h import wire
 
 MIB = 1 << 20
@@ -51,6 +48,14 @@ def test_growth_counts_after_the_warm_up(rate, flat):
     assert found.judged
     assert found.flat is flat
     assert found.minutes == pytest.approx(33, abs=1)
+
+
+@pytest.mark.parametrize(("steps", "flat"), [((0.1, 0.2, 0.3, 0.45), True), ((0.1, 0.3, 0.6, 0.8), False)])
+def test_growth_in_steps_must_have_ended_by_the_second_half(steps, flat):
+    living = [200 * MIB * (1 + 0.03 * sum(n / 300 >= step for step in steps)) for n in range(300)]
+    (found,) = growth(samples([*[100 * MIB] * 60, *living]), 600)
+    assert found.share > 0.02
+    assert found.flat is flat
 
 
 def test_growth_of_short_lives_is_not_judged():

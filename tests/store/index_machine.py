@@ -108,11 +108,11 @@ class IndexMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(client=clients, quiet=st.booleans())
-    def lose(self, client: str, quiet: bool) -> None:
-        """quiet: its process is dead. Else it goes on copying into what it held, and reading it."""
-        self.index.drop(client, quiet=quiet)
-        if quiet:
+    @rule(client=clients, drained=st.booleans())
+    def lose(self, client: str, drained: bool) -> None:
+        """drained: its process is dead. Else it goes on copying into what it held, and reading it."""
+        self.index.drop(client, drained=drained)
+        if drained:
             self.writing = {h: held for h, held in self.writing.items() if held[0] != client}
             self.reading = {h: held for h, held in self.reading.items() if held[0] != client}
         else:
@@ -141,6 +141,6 @@ class IndexMachine(RuleBasedStateMachine):
         if not hasattr(self, "index"):
             return
         for client in CLIENTS:
-            self.index.drop(client, quiet=True)
+            self.index.drop(client, drained=True)
         results = self.index.open_write("last", ["all"], self.capacity, self.now, 1.0)
         assert isinstance(results[0], Grant)

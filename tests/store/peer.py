@@ -1,7 +1,7 @@
 """A store client in a process of its own, which a test drives, stops and kills.
 
-    python peer.py INSTANCE ROLE        of the embedded store
-    python peer.py memcache ROLE        of MemCache, with options in the environment (PEER_...)
+    python -m tests.store.peer INSTANCE ROLE    of the embedded store
+    python -m tests.store.peer memcache ROLE    of MemCache, with options in the environment (PEER_...)
 
 Reads one command a line, a JSON list, and answers each with a line: the result, or ["error", class, text].
 """
@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests import ROOT
+
 ANSWER_S = 60.0
 LOCAL_BYTES, MEMCACHE_BYTES = 8192, 1 << 18
 """Of an object."""
@@ -39,10 +41,10 @@ class Peer:
     """The test's end."""
 
     def __init__(self, *arguments: str, environ: dict[str, str] | None = None) -> None:
-        command = [sys.executable, __file__, *arguments]
+        command = [sys.executable, "-m", "tests.store.peer", *arguments]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-            env=os.environ | (environ or {}),
+            cwd=ROOT, env=os.environ | (environ or {}),
         )  # fmt: skip
         self.pid = self._process.pid
 
@@ -57,10 +59,10 @@ class Peer:
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
 
-    def answer(self) -> Any:
-        """The next answer."""
+    def answer(self, seconds: float = ANSWER_S) -> Any:
+        """The next answer. seconds: then the peer is killed."""
         assert self._process.stdout is not None
-        watchdog = threading.Timer(ANSWER_S, self.kill)
+        watchdog = threading.Timer(seconds, self.kill)
         watchdog.start()
         try:
             line = self._process.stdout.readline()
@@ -96,7 +98,7 @@ class _Commands:
     """State of the process: one client, and the objects it opened last."""
 
     def __init__(self, store: Any, nbytes: int) -> None:
-        from store_client import Caller
+        from tests.store.store_client import Caller
 
         self.caller = Caller(store, nbytes)
         self.store = store
@@ -153,8 +155,7 @@ class _Commands:
 
     def put_many(self, prefix: str, count: int) -> dict[str, int]:
         """One call for all; fills what it gets."""
-        from store_client import SLOTS
-
+        from tests.store.store_client import SLOTS
         from vllm_kvoffload.store import WriteObject
 
         made = self.store.open_write([f"{prefix}{i}" for i in range(count)], self.caller.nbytes)
@@ -166,7 +167,7 @@ class _Commands:
 
     def device(self) -> Any:
         """A caller with memory where MemFabric takes it for a device's."""
-        from store_client import SLOTS, Caller
+        from tests.store.store_client import SLOTS, Caller
 
         if self._device is None:
             self._device = Caller(self.store, self.caller.nbytes, _device_memory(SLOTS * self.caller.nbytes))
@@ -192,8 +193,7 @@ class _Commands:
         return getattr(self.store._client, name)(*arguments)
 
     def handshake(self, probe: str) -> str:
-        from test_keys import SPACE
-
+        from tests.store.test_keys import SPACE
         from vllm_kvoffload.store import handshake
 
         handshake(self.store, replace(SPACE, hash_probe=probe))
@@ -222,8 +222,7 @@ def _device_memory(nbytes: int) -> Any:
 
 
 def _local_store(instance: str, role: str) -> Any:
-    from store_client import OBJECT_BYTES
-
+    from tests.store.store_client import OBJECT_BYTES
     from vllm_kvoffload.store.local import LocalStore
 
     pool = 8 * OBJECT_BYTES if role == "owner" else 0
@@ -231,8 +230,7 @@ def _local_store(instance: str, role: str) -> Any:
 
 
 def _memcache_store(role: str) -> Any:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    import hostsim
+    from tests import hostsim
 
     hostsim.activate()
     from vllm_kvoffload.store import memcache
@@ -270,7 +268,6 @@ def serve(make: Callable[[], Any], nbytes: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     if sys.argv[1] == "memcache":
         serve(lambda: _memcache_store(sys.argv[2]), MEMCACHE_BYTES)
     else:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 import pytest
-from test_keys import SPACE
 
+from tests.store.test_keys import SPACE
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.store import (
     KeySpace,

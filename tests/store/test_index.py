@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from index_machine import IndexMachine
 
+from tests.store.index_machine import IndexMachine
 from vllm_kvoffload.store.base import WriteRefusal
 from vllm_kvoffload.store.extents import FreeSpace
 from vllm_kvoffload.store.index import SPARE_DEADLINES, Grant, ObjectIndex

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from store_client import OBJECT_BYTES, Caller, content
 
 import vllm_kvoffload.ops  # noqa: F401  # brings torch, which takes longer than the leases of these tests
+from tests.store.store_client import OBJECT_BYTES, Caller, content
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.store import (
     CopySpans,

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from peer import Peer
-from store_client import OBJECT_BYTES, Caller
 
 import vllm_kvoffload.ops  # noqa: F401  # brings torch, which may take longer than a lease
+from tests.store.peer import Peer
+from tests.store.store_client import OBJECT_BYTES, Caller
 from vllm_kvoffload.store import StoreUnavailableError, WriteRefusal
 from vllm_kvoffload.store.local import LocalStore
 from vllm_kvoffload.store.wire import socket_address

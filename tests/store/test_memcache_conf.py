@@ -89,6 +89,8 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
         ({"meta": Endpoint("a" * 64, 5000)}, "meta_host", "host name"),
         ({"meta": Endpoint(".".join(["a" * 60] * 5), 5000)}, "meta_host", "host name"),
         ({"meta": Endpoint("fe80::1%eth0", 5000)}, "meta_host", "interface"),
+        ({"meta": Endpoint("[fd00::1]", 5000)}, "meta_host", "without brackets"),
+        ({"meta": Endpoint("127.1", 5000)}, "meta_host", "host name"),
         ({"meta": Endpoint("☃", 5000)}, "meta_host", "one line"),
         ({"dram_size": "9" * 400 + "GB"}, "dram_size", "a number with"),
         ({"dram_size": "\uff11\uff10GB"}, "dram_size", "one line"),

@@ -21,7 +21,7 @@ from vllm_kvoffload.store.patience import PatientCalls, ServiceWatch
 DEADLINE_S = 20.0
 CALM_S = 2.0
 PROBE_S = 0.3
-"""Duration of a probe in these tests."""
+"""Duration of a probe in the tests of two watches."""
 
 
 class Service:
@@ -61,18 +61,23 @@ class Service:
 
 
 @pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+def service() -> Iterator[Service]:
+    made = Service()
+    yield made
+    made.kill()
+
+
+@pytest.fixture(params=[PROBE_S])
+def slow_probes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """A probe's connection exists for so long before it is used that another watch can see it."""
     connect = socket.create_connection
 
     def slow(*arguments: object, **more: object) -> socket.socket:
         connection = connect(*arguments, **more)  # type: ignore[arg-type]
-        time.sleep(PROBE_S)
+        time.sleep(request.param)
         return connection
 
     monkeypatch.setattr(socket, "create_connection", slow)
-    made = Service()
-    yield made
-    made.kill()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -114,10 +119,14 @@ def losses_of_two_watches(service: Service) -> list[int]:
             connection.close()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("slow_probes")
 def test_two_watches_of_one_process_see_no_loss_in_each_other(service: Service) -> None:
     assert losses_of_two_watches(service) == [2, 2]
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("slow_probes")
 def test_control_probes_taken_for_the_librarys_connection(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,17 +149,19 @@ class Stumbles:
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "error", "times"),
+    ("slow_probes", "module", "name", "error", "times"),
     [
-        (socket, "getaddrinfo", socket.gaierror(-3, "Temporary failure in name resolution"), 1),
-        (socket, "getaddrinfo", socket.gaierror(-2, "Name or service not known"), 25),
-        (os, "listdir", OSError(errno.EMFILE, "Too many open files"), 25),
-        (os, "dup", OSError(errno.EMFILE, "Too many open files"), 25),
-        (os, "eventfd_read", OSError(errno.EIO, "Input/output error"), 25),
-        (select, "poll", MemoryError(), 1),
+        (PROBE_S, socket, "getaddrinfo", socket.gaierror(-3, "Temporary failure in name resolution"), 1),
+        (0.1, socket, "getaddrinfo", socket.gaierror(-2, "Name or service not known"), 25),
+        (0.1, os, "listdir", OSError(errno.EMFILE, "Too many open files"), 25),
+        (0.1, os, "dup", OSError(errno.EMFILE, "Too many open files"), 25),
+        (0.1, os, "eventfd_read", OSError(errno.EIO, "Input/output error"), 25),
+        (PROBE_S, select, "poll", MemoryError(), 1),
     ],
     ids=["name", "names", "list", "dup", "event", "poll"],
+    indirect=["slow_probes"],
 )
+@pytest.mark.usefixtures("slow_probes")
 def test_a_watch_outlives_its_own_errors(service, monkeypatch, module, name, error, times) -> None:
     """It counts as down meanwhile, says so once, and then sees the service end as ever."""
     monkeypatch.setattr(patience, "RETRY_S", 0.001)

@@ -119,8 +119,36 @@ def test_unregistered_memory_is_refused(pair):
 
 def test_a_missing_package_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "memfabric_hybrid", None)
-    with pytest.raises(TransferUnavailableError, match=r"memfabric_hybrid.*release/1\.2"):
+    with pytest.raises(TransferUnavailableError, match=r"memfabric_hybrid.*install MemFabric Hybrid 1\.2"):
         MemfabricEngine(role="decode", host="10.0.0.1", device_id=0)
+
+
+@pytest.mark.parametrize("place", ["library", "engine's module"])
+@pytest.mark.parametrize("protocol", ["sdma", "device_rdma", "device_urma"])
+def test_the_protocol_of_reads(protocol, place, monkeypatch):
+    """The library's default is not passed; 1.2.0 has the names in the engine's own module only."""
+    given = {}
+
+    class Chosen(FakeEngine):
+        def initialize(self, store, host, role, device, store_server_role, **options):
+            given.update(options)
+            return super().initialize(store, host, role, device, store_server_role)
+
+    kinds = type("TransDataOpType", (), {"DEVICE_RDMA": 2, "DEVICE_URMA": 4, "SDMA": 1})
+    members = {"TransferEngine": Chosen}
+    if place == "library":
+        members["TransDataOpType"] = kinds
+    else:
+        monkeypatch.setitem(sys.modules, "_pymf_transfer", type("M", (), {"TransDataOpType": kinds}))
+    options = {"role": "decode", "host": "10.0.0.1", "device_id": 0, "module": type("M", (), members)}
+    MemfabricEngine(**options, protocol=protocol).close()
+    expected = {"sdma": {}, "device_rdma": {"data_op_type": 2}, "device_urma": {"data_op_type": 4}}
+    assert given == expected[protocol]
+    monkeypatch.delitem(sys.modules, "_pymf_transfer", raising=False)
+    members.pop("TransDataOpType", None)
+    if protocol != "sdma":
+        with pytest.raises(TransferUnavailableError, match=f"no memfabric_transfer_protocol {protocol}"):
+            MemfabricEngine(**{**options, "module": type("M", (), members)}, protocol=protocol)
 
 
 def test_an_older_library_is_named():

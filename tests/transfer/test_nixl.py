@@ -14,8 +14,7 @@ import pytest
 
 pytest.importorskip("nixl_cu12")
 
-from nixl_server import pattern, serve
-
+from tests.transfer.nixl_server import pattern, serve
 from vllm_kvoffload.transfer import (
     ReadStatus,
     Region,
@@ -189,7 +188,7 @@ def test_metadata_with_values_that_none_can_have_are_refused(engine, agent, blob
 def test_too_many_regions_are_refused(engine):
     regions = tuple(Region(10 * (n + 1), 5) for n in range(nixl.MAX_REGIONS + 1))
     with pytest.raises(TransferError, match="not those of a nixl"):
-        engine.add_peer(msgspec.msgpack.encode(nixl._Metadata.of("a", b"x", regions)))
+        engine.add_peer(msgspec.msgpack.encode(nixl._NixlMetadata.of("a", b"x", regions)))
 
 
 def test_hostile_spans_are_refused(engine):

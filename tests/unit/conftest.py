@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import time
@@ -11,19 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from stats_writer import Writer
 
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """caplog that sees vLLM's loggers too, which end at vLLM's own handler."""
-    logger = logging.getLogger("vllm")
-    before = logger.propagate, logger.level
-    logger.propagate = True
-    logger.setLevel(logging.INFO)
-    yield caplog
-    logger.propagate = before[0]
-    logger.setLevel(before[1])
+from tests.unit.stats_writer import Writer
 
 
 @pytest.fixture

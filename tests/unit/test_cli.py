@@ -4,9 +4,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from model_configs import deepseek_v3_2, glm_5_3
 from typer.testing import CliRunner
 
+from tests.unit.model_configs import deepseek_v3_2, glm_5_3
 from vllm_kvoffload.cli import main as cli
 from vllm_kvoffload.settings.values import GIB
 

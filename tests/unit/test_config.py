@@ -222,7 +222,13 @@ OPTION = "sparse_kv_offload_config.enabled"
             "must be 1",
             "--decode-context-parallel-size 1",
         ),
-        ({"dsa_context_parallel": True}, "dsa_context_parallel", True, "must be off", "turn DSA-CP off"),
+        (
+            {"dsa_context_parallel": True},
+            "dsa_context_parallel",
+            True,
+            "must be off",
+            "enable_dsa_cp to false",
+        ),
         (
             {"uses_v2_runner": True},
             "VLLM_USE_V2_MODEL_RUNNER",

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from vllm_kvoffload.demo.client import (
-    Answer,
+    DemoAnswer,
     Request,
     RequestError,
     events,
@@ -136,7 +136,7 @@ def test_chat_goes_to_the_chat_endpoint() -> None:
     assert request.body()["logprobs"] is True
     assert WHOLE.path == "/v1/completions"
     assert WHOLE.body()["logprobs"] == 0
-    answer = Answer()
+    answer = DemoAnswer()
     answer.take(
         {
             "choices": [

@@ -10,7 +10,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from vllm_kvoffload.demo.client import Answer, Sample
+from vllm_kvoffload.demo.client import DemoAnswer, Sample
 from vllm_kvoffload.demo.report import (
     RunResult,
     as_json,
@@ -23,7 +23,7 @@ from vllm_kvoffload.demo.report import (
 
 
 def run(name: str, kv_tokens: int, **offload: float) -> RunResult:
-    answer = Answer("text", [1, 2, 3], [-1.0, -2.0, -3.0], 100, 0, first_s=2.0, total_s=3.0)
+    answer = DemoAnswer("text", [1, 2, 3], [-1.0, -2.0, -3.0], 100, 0, first_s=2.0, total_s=3.0)
     answers = {name: copy.deepcopy(answer) for name in ("long", "pair-1", "pair-2", "again")}
     made = RunResult(name, 48 << 20, start_s=1.0, kv_tokens=kv_tokens, answers=answers, offload=dict(offload))
     made.step_s, made.end = {"long": 3.0, "pair": 4.0}, []
@@ -135,7 +135,7 @@ def test_table(without: RunResult, with_offload: RunResult) -> None:
     assert rows["prefill of a long prompt, tokens/s"] == ["50.0", "50.0"]
     assert rows["decode of one request, tokens/s"] == ["2.0", "2.0"]
     assert rows["two at once, prompt and output tokens/s"] == ["51.5", "51.5"]
-    assert rows["chosen rows found in the hot pool"] == ["-", "90.0%"]
+    assert rows["selected rows found in the hot pool"] == ["-", "90.0%"]
     assert rows["fetched from host memory in decode"] == ["-", "2.0 MiB"]
     assert rows["all requests"] == ["7.0 s", "7.0 s"]
     shown = text(lambda console: print_table(console, without, with_offload))

@@ -13,7 +13,10 @@ def kernels() -> None:
     """As a worker registers them."""
     from vllm.platforms import current_platform
 
+    from vllm_kvoffload.platforms.cpu.sampling import register_expand_kernel
+
     current_platform.register_triton_kernel_overrides()
+    register_expand_kernel()
 
 
 @given(

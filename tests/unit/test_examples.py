@@ -19,7 +19,7 @@ import pytest
 from vllm_kvoffload.cli.proxy import settings_of
 from vllm_kvoffload.demo.server import free_port
 from vllm_kvoffload.layerwise.buffer_plan import BufferOptions
-from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV
+from vllm_kvoffload.platforms.ascend.operators import KERNELS_ENV
 from vllm_kvoffload.proxy.settings import ProxySettings
 from vllm_kvoffload.settings.connectors import REMOTE_D2H, ConnectorPart, nested_parts
 from vllm_kvoffload.settings.errors import ConfigError

@@ -1,8 +1,8 @@
 from types import SimpleNamespace
 
 import pytest
-from model_configs import deepseek_v3_2, glm_5_3
 
+from tests.unit.model_configs import deepseek_v3_2, glm_5_3
 from vllm_kvoffload.geometry import Component, GeometryError, IndexGroup, KVGeometry, resolve_indexer_types
 from vllm_kvoffload.settings.errors import ConfigError
 
@@ -163,7 +163,7 @@ def test_conversions_refuse_foreign_layers(method, layer):
 
 def test_shared_layers_have_no_indexer_cache():
     geometry = KVGeometry.from_hf_config(glm_5_3())
-    with pytest.raises(IndexError, match="layer 5 reuses layer 2's choice"):
+    with pytest.raises(IndexError, match="layer 5 reuses layer 2's top-k indices"):
         geometry.indexer_index(5)
     with pytest.raises(IndexError, match="21 indexer caches"):
         geometry.indexer_layer(21)

@@ -376,14 +376,14 @@ def mapped(address: int) -> bool:
 
 class TestKilled:
     def test_sigkill_before_seal_leaves_nothing_after_the_next_start(
-        self, log: pytest.LogCaptureFixture
+        self, caplog: pytest.LogCaptureFixture
     ) -> None:
         with owner_process() as (process, name):
             sigkill(process)
             assert name in names()
-            with log.at_level(logging.WARNING), HostPool.create(LAYOUT):
+            with caplog.at_level(logging.WARNING), HostPool.create(LAYOUT):
                 assert name not in names()
-            assert name in log.text
+            assert name in caplog.text
 
     def test_sigkill_after_seal_leaves_nothing_at_all(self) -> None:
         with owner_process() as (process, name):
@@ -630,12 +630,12 @@ class TestMemory:
         assert "File too large; RLIMIT_FSIZE" in trace
 
     def test_progress_with_an_estimate(
-        self, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setattr(segment_module, "RESERVE_STEP_BYTES", 2 * MIB)
         monkeypatch.setattr(segment_module, "PROGRESS_BYTES", 4 * MIB)
-        with log.at_level(logging.INFO), HostPool.create(LAYOUT):
+        with caplog.at_level(logging.INFO), HostPool.create(LAYOUT):
             pass
-        lines = [message for message in log.messages if "reserved" in message]
+        lines = [message for message in caplog.messages if "reserved" in message]
         assert len(lines) == 4  # 14 MiB: at 4, 8, 12 and at the end
         assert all("left" in line for line in lines)

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from vllm_kvoffload.foreign_text import is_line, printable, shown
-from vllm_kvoffload.log import KINDS_KEPT, QuietLog
+from vllm_kvoffload.log import KINDS_KEPT, RateLimitedLog
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_kind_is_logged_once_a_period(said: list[str]) -> None:
     now = 0.0
-    quiet = QuietLog("quiet-test", lambda: now, subject="store", period_s=10.0)
+    quiet = RateLimitedLog("quiet-test", lambda: now, subject="store", period_s=10.0)
     for number in range(5):
         quiet.warning("lookup", f"no {number}")
     quiet.warning("close", "other kinds have their own turn")
@@ -37,7 +37,7 @@ def test_a_kind_is_logged_once_a_period(said: list[str]) -> None:
 
 
 def test_strangers_can_not_make_kinds_without_end(said: list[str]) -> None:
-    quiet = QuietLog("quiet-test", lambda: 0.0)
+    quiet = RateLimitedLog("quiet-test", lambda: 0.0)
     for number in range(3 * KINDS_KEPT):
         quiet.error(f"kind {number}", "text")
     assert len(said) == KINDS_KEPT + 1

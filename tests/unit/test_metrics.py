@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from stats_writer import Writer
 
+from tests.unit.stats_writer import Writer
 from vllm_kvoffload.metrics import StatsChannel, WorkerStats, find_stats
 from vllm_kvoffload.metrics import collector as collector_module
 from vllm_kvoffload.metrics import reader as reader_module
@@ -209,7 +209,7 @@ def test_python_without_memfd_create_uses_libc(instance: str, monkeypatch: pytes
 
 
 def test_no_memory_files_means_a_warning_and_no_metrics(
-    instance: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+    instance: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> int:
         raise OSError(24, "too many open files")
@@ -219,7 +219,7 @@ def test_no_memory_files_means_a_warning_and_no_metrics(
     assert not channel.active
     channel.publish({"hits": 4})
     channel.close()
-    assert "too many open files" in log.text
+    assert "too many open files" in caplog.text
 
 
 # -------------------------------------------------------------------------------------------- two processes
@@ -373,19 +373,21 @@ def test_a_descriptor_taken_over_by_another_file_is_not_opened(tmp_path: Any) ->
 # ----------------------------------------------------------------------------------------------- collector
 
 
-def test_failures_end_in_one_warning(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+def test_failures_end_in_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     finder = StatsFinder(os.getpid(), None, expected=1)
     monkeypatch.setattr(finder, "read", lambda: os.environ["NO_SUCH_KEY"])
     collector = OffloadCollector(finder, "glm")
     for _ in range(3):
         assert scrape(collector) == {}
-    assert log.text.count("no metrics") == 1
-    assert "KeyError" in log.text
+    assert caplog.text.count("no metrics") == 1
+    assert "KeyError" in caplog.text
     monkeypatch.setattr(collector_module, "WARN_EVERY_S", 0.0)
-    collector._quiet_until_s = 0.0
+    collector._next_warning_s = 0.0
     scrape(collector)
     scrape(collector)
-    assert log.text.count("no metrics") == 3
+    assert caplog.text.count("no metrics") == 3
 
 
 def worker(dp: int = 0, tp: int = 0, created_ns: int = 1, **values: int) -> WorkerStats:

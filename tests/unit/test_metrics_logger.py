@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from stats_writer import Writer
 
+from tests.unit.stats_writer import Writer
 from vllm_kvoffload.metrics import StatsChannel
 from vllm_kvoffload.metrics import reader as reader_module
 from vllm_kvoffload.metrics.fields import PREFILL
@@ -87,13 +87,27 @@ def test_without_offload_nothing_is_registered(
     assert generate_latest(stat_logger.REGISTRY) == b""
 
 
+OPTIONS: dict[str, Any] = {
+    "AscendStoreConnector": {"backend": "local", "use_layerwise": True},
+    "SfaRemoteD2HConnector": {"transfer_backend": "nixl"},
+}
+
+
 def transfer(name: str, role: str, extra: object = None) -> Any:
-    return SimpleNamespace(kv_connector=name, kv_role=role, kv_connector_extra_config=extra or {})
+    extra = extra or OPTIONS.get(name, {})
+    return SimpleNamespace(kv_connector=name, kv_role=role, kv_port=14579, kv_connector_extra_config=extra)
 
 
 def multi(role: str, *names: str) -> Any:
     return transfer(
-        "MultiConnector", role, {"connectors": [{"kv_connector": name, "kv_role": role} for name in names]}
+        "MultiConnector",
+        role,
+        {
+            "connectors": [
+                {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": OPTIONS.get(name, {})}
+                for name in names
+            ]
+        },
     )
 
 
@@ -135,12 +149,12 @@ def test_a_prefill_engine_without_offload_has_its_series(stat_logger: Any, insta
 
 @imports_vllm
 def test_multiprocess_mode_says_what_to_do(
-    stat_logger: Any, instance: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+    stat_logger: Any, instance: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "somewhere")
     stat_logger.OffloadStatLogger(vllm_config(instance), engine_indexes=[0]).log()
     assert generate_latest(stat_logger.REGISTRY) == b""
-    assert "--api-server-count 1" in log.text
+    assert "--api-server-count 1" in caplog.text
 
 
 @imports_vllm
@@ -149,7 +163,7 @@ def test_vllms_manager_serves_all_engines_through_one_object(
     start: Callable[..., Writer],
     instance: str,
     monkeypatch: pytest.MonkeyPatch,
-    log: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     from vllm.v1.metrics import loggers, prometheus
 
@@ -178,11 +192,11 @@ def test_vllms_manager_serves_all_engines_through_one_object(
             manager.record(None, None, engine_idx=engine)
         manager.record_sleep_state(0, 0)
         manager.record_admission_rejection("max_num_queued_reqs")
-        log.clear()
+        caplog.clear()
         manager.log()  # type: ignore[no-untyped-call]
-        assert [record.getMessage()[:10] for record in log.records] == ["Engine 000", "Engine 001"]
+        assert [record.getMessage()[:10] for record in caplog.records] == ["Engine 000", "Engine 001"]
         manager.log()  # type: ignore[no-untyped-call]  # nothing happened since
-        assert len(log.records) == 2, generation
+        assert len(caplog.records) == 2, generation
         text = generate_latest(stat_logger.REGISTRY).decode()
         assert text.count("vllm:kvoffload_hits_total{") == 2
     for writer in writers:

@@ -104,9 +104,8 @@ SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates
     ("model", "options", "expected"),
     [
         ("glm-tiny", {"enable_lora": True}, r"enable_lora=True: .*Triton"),
-        ("mla", {"enable_lora": True}, r"enable_lora=True: .*Triton"),
         ("glm-tiny", {"kv_offloading_size": 1.0}, r"kv_offloading_size=1.0: .*GPU"),
-        ("mla", {"speculative_config": {**NGRAM, "method": "ngram_gpu"}}, r"method='ngram_gpu': .*CPU"),
+        ("glm-tiny", {"speculative_config": {**NGRAM, "method": "ngram_gpu"}}, r"method='ngram_gpu': .*CPU"),
         ("glm-tiny", {"speculative_config": {**NGRAM, **SYNTHETIC}}, r"method='synthetic': .*CPU"),
     ],
 )
@@ -133,14 +132,6 @@ def test_another_model_runner_is_refused(checkpoint: Path, monkeypatch: pytest.M
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(StartupRefusedError, match=r"VLLM_USE_V2_MODEL_RUNNER=True: .*Fix: "):
         configure(checkpoint, {"enabled": False})
-
-
-def test_other_models_get_the_worker_that_survives_their_requests(tmp_path: Path) -> None:
-    from vllm_kvoffload.platforms.cpu.sampling import SoundCPUWorker
-
-    config = configure(build_checkpoint(tmp_path / "mla", MODELS["mla"]), {"enabled": False})
-    path = f"{SoundCPUWorker.__module__}.{SoundCPUWorker.__qualname__}"
-    assert config.parallel_config.worker_cls == path
 
 
 def store(**extra: Any) -> dict[str, Any]:

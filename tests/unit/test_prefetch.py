@@ -12,12 +12,12 @@ import torch
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.geometry import Component, KVGeometry
-from vllm_kvoffload.runtime import CpuRuntime, TaskFailedError, WaitTimeoutError
+from vllm_kvoffload.runtime import CPURuntime, TaskFailedError, WaitTimeoutError
 from vllm_kvoffload.sparse.delivery import DecodeParts, InPlaceDelivery
-from vllm_kvoffload.sparse.host_store import HostStore
+from vllm_kvoffload.sparse.host_rows import HostRows
 from vllm_kvoffload.sparse.hot_pool import GroupPool, HotPool
+from vllm_kvoffload.sparse.partitions import PartitionTable
 from vllm_kvoffload.sparse.prefetch import STREAM, FollowerPrefetch
-from vllm_kvoffload.sparse.rows import RowTable
 from vllm_kvoffload.sparse.stats import OffloadStats
 from vllm_kvoffload.sparse.step_state import StepState
 
@@ -30,15 +30,15 @@ DEADLINE_S = 10.0
 class Bench:
     """Two decoding requests with all of their choices missing, and a prefetch stream that can be held."""
 
-    def __init__(self, runtime: CpuRuntime, deadline_s: float = DEADLINE_S) -> None:
-        self.rows = RowTable(2)
-        self.hot = HotPool(GEOMETRY, num_rows=2, num_slots=16, ways=16, policy="rrip")
+    def __init__(self, runtime: CPURuntime, deadline_s: float = DEADLINE_S) -> None:
+        self.partitions = PartitionTable(2)
+        self.hot = HotPool(GEOMETRY, num_partitions=2, num_slots=16, ways=16, policy="rrip")
         host = [torch.full((4, BLOCK, ROW_BYTES), 10 * layer + 1, dtype=torch.uint8) for layer in range(3)]
-        store = HostStore(host, runtime, writer=True, barrier=None, deadline_s=deadline_s)
-        self.prefetch = FollowerPrefetch(store, self.hot, self.rows, runtime, deadline_s)
+        host_rows = HostRows(host, runtime, writer=True, barrier=None, deadline_s=deadline_s)
+        self.prefetch = FollowerPrefetch(host_rows, self.hot, self.partitions, runtime, deadline_s)
         self.stats = OffloadStats()
-        self.parts = DecodeParts(store, self.hot, self.rows, runtime, self.stats, deadline_s)
-        self.leases = tuple(self.rows.acquire(name) for name in ("a", "b"))
+        self.parts = DecodeParts(host_rows, self.hot, self.partitions, runtime, self.stats, deadline_s)
+        self.leases = tuple(self.partitions.acquire(name) for name in ("a", "b"))
         self._stream, self._go_on = runtime.stream(STREAM), threading.Event()
         self.pool: GroupPool = self.hot.groups[0]
         self.plan, self._workspace = ops.PlanOut(2, 2, TOPK, 1), ops.Workspace()
@@ -56,7 +56,7 @@ class Bench:
             topk,
             step.decode_start_loc,
             step.decode_seq_lens,
-            step.decode_rows,
+            step.decode_partitions,
             self.pool.residency,
             self.plan,
             self._workspace,
@@ -65,23 +65,23 @@ class Bench:
         self.prefetch.start((1, 2), self.plan, step)
         return step
 
-    def fetched(self, layer: int, row: int) -> int:
-        """Slots of a row that hold something."""
-        return int((self.hot.layers[layer][row] != 0).any(1).sum())
+    def fetched(self, layer: int, partition: int) -> int:
+        """Slots of a partition that hold something."""
+        return int((self.hot.layers[layer][partition] != 0).any(1).sum())
 
     def step(self) -> StepState:
-        rows = torch.tensor([lease.row for lease in self.leases], dtype=torch.int32)
+        partitions = torch.tensor([lease.partition for lease in self.leases], dtype=torch.int32)
         return StepState(
             decode=np.arange(2),
             prefill=(),
-            decode_late=False,
+            decode_prefix_in_step=False,
             fresh=(),
             decode_ids=("a", "b"),
             decode_tokens=torch.arange(2),
-            token_rows=rows,
+            token_partitions=partitions,
             decode_start_loc=torch.arange(3, dtype=torch.int32),
             decode_seq_lens=torch.tensor([7, 7], dtype=torch.int32),
-            decode_rows=rows,
+            decode_partitions=partitions,
             decode_block_table=torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
             decode_slots=torch.tensor([6, 14]),
             leases=self.leases,
@@ -89,12 +89,12 @@ class Bench:
 
 
 @pytest.fixture
-def runtime() -> Iterator[CpuRuntime]:
-    with CpuRuntime() as runtime:
+def runtime() -> Iterator[CPURuntime]:
+    with CPURuntime() as runtime:
         yield runtime
 
 
-def test_followers_get_what_the_owner_planned(runtime: CpuRuntime) -> None:
+def test_followers_get_what_the_owner_planned(runtime: CPURuntime) -> None:
     bench = Bench(runtime)
     bench.start()
     for layer in (1, 2):
@@ -106,7 +106,7 @@ def test_followers_get_what_the_owner_planned(runtime: CpuRuntime) -> None:
 
 
 def test_no_thread_is_woken_when_nothing_is_missing(
-    runtime: CpuRuntime, monkeypatch: pytest.MonkeyPatch
+    runtime: CPURuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, started = Bench(runtime), []
     real = FollowerPrefetch.start
@@ -130,18 +130,18 @@ def test_no_thread_is_woken_when_nothing_is_missing(
         assert (bench.stats.fetched_bytes > fetched) == bool(wakes)
 
 
-def test_a_row_with_a_new_owner_is_left_alone(runtime: CpuRuntime) -> None:
+def test_a_partition_with_a_new_owner_is_left_alone(runtime: CPURuntime) -> None:
     bench = Bench(runtime)
     bench.hold()
     bench.start()
-    gone = bench.rows.release("a")
-    assert bench.rows.acquire("c").row == gone.row
+    gone = bench.partitions.release("a")
+    assert bench.partitions.acquire("c").partition == gone.partition
     bench.go_on()
     assert bench.prefetch.take(1) == TOPK * ROW_BYTES
-    assert [bench.fetched(1, lease.row) for lease in bench.leases] == [0, TOPK]
+    assert [bench.fetched(1, lease.partition) for lease in bench.leases] == [0, TOPK]
 
 
-def test_a_follower_waits_for_its_own_rows_only(runtime: CpuRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_follower_waits_for_its_own_rows_only(runtime: CPURuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, real, started = Bench(runtime), ops.dsa_serve, threading.Event()
 
     def serve(host: torch.Tensor, hot: torch.Tensor, *args: Any) -> int:
@@ -157,7 +157,7 @@ def test_a_follower_waits_for_its_own_rows_only(runtime: CpuRuntime, monkeypatch
 
 
 def test_a_failed_fetch_fails_its_layer_and_nothing_later(
-    runtime: CpuRuntime, monkeypatch: pytest.MonkeyPatch
+    runtime: CPURuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, real = Bench(runtime), ops.dsa_serve
 
@@ -171,12 +171,12 @@ def test_a_failed_fetch_fails_its_layer_and_nothing_later(
     bench.prefetch.join()
     monkeypatch.setattr(ops, "dsa_serve", real)
     for row in (0, 1):
-        bench.hot.reset_row(row)
+        bench.hot.reset_partition(row)
     bench.start()
     assert bench.prefetch.take(1) == 2 * TOPK * ROW_BYTES
 
 
-def test_a_stuck_fetch_ends_at_the_deadline_and_is_still_joined(runtime: CpuRuntime) -> None:
+def test_a_stuck_fetch_ends_at_the_deadline_and_is_still_joined(runtime: CPURuntime) -> None:
     bench = Bench(runtime, deadline_s=0.05)
     bench.hold()
     bench.start()

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from vllm_kvoffload.runtime import (
-    CpuRuntime,
+    CPURuntime,
     Event,
     Runtime,
     RuntimeClosedError,
@@ -50,8 +50,8 @@ def no_thread_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def runtime() -> Iterator[CpuRuntime]:
-    with CpuRuntime(default_deadline_s=5) as runtime:
+def runtime() -> Iterator[CPURuntime]:
+    with CPURuntime(default_deadline_s=5) as runtime:
         yield runtime
 
 
@@ -59,7 +59,7 @@ def fail(message: str = "disk on fire") -> None:
     raise KeyError(message)
 
 
-def test_implements_the_protocols(runtime: CpuRuntime) -> None:
+def test_implements_the_protocols(runtime: CPURuntime) -> None:
     stream = runtime.stream("a")
     assert isinstance(runtime, Runtime)
     for s in (stream, runtime.current_stream()):
@@ -67,7 +67,7 @@ def test_implements_the_protocols(runtime: CpuRuntime) -> None:
         assert isinstance(s.record(), Event)
 
 
-def test_a_stream_runs_in_order_on_its_own_thread(runtime: CpuRuntime) -> None:
+def test_a_stream_runs_in_order_on_its_own_thread(runtime: CPURuntime) -> None:
     log: list[int] = []
     idents: set[int] = set()
     stream = runtime.stream("a")
@@ -79,14 +79,14 @@ def test_a_stream_runs_in_order_on_its_own_thread(runtime: CpuRuntime) -> None:
     assert threading.get_ident() not in idents
 
 
-def test_streams_run_beside_each_other(runtime: CpuRuntime) -> None:
+def test_streams_run_beside_each_other(runtime: CPURuntime) -> None:
     barrier = threading.Barrier(2)  # breaks unless both tasks are running at the same time
     runtime.stream("a").submit(barrier.wait, 2.0)
     runtime.stream("b").submit(barrier.wait, 2.0)
     runtime.synchronize()
 
 
-def test_same_name_is_the_same_stream(runtime: CpuRuntime) -> None:
+def test_same_name_is_the_same_stream(runtime: CPURuntime) -> None:
     gate, log = threading.Event(), []
     runtime.stream("a").submit(gate.wait, 5)
     runtime.stream("a").submit(log.append, 1)
@@ -97,7 +97,7 @@ def test_same_name_is_the_same_stream(runtime: CpuRuntime) -> None:
     assert log == [1]
 
 
-def test_event_marks_its_point_and_no_later_one(runtime: CpuRuntime) -> None:
+def test_event_marks_its_point_and_no_later_one(runtime: CPURuntime) -> None:
     gate, log = threading.Event(), []
     stream = runtime.stream("a")
     stream.submit(log.append, "first")
@@ -112,7 +112,7 @@ def test_event_marks_its_point_and_no_later_one(runtime: CpuRuntime) -> None:
     late.wait()
 
 
-def test_wait_event_orders_two_streams_without_blocking_the_caller(runtime: CpuRuntime) -> None:
+def test_wait_event_orders_two_streams_without_blocking_the_caller(runtime: CPURuntime) -> None:
     gate, log = threading.Event(), []
     a, b = runtime.stream("a"), runtime.stream("b")
     a.submit(gate.wait, 5)
@@ -125,7 +125,7 @@ def test_wait_event_orders_two_streams_without_blocking_the_caller(runtime: CpuR
     assert log == ["a", "b"]
 
 
-def test_event_timeout_names_what_was_awaited_and_what_runs_instead(runtime: CpuRuntime) -> None:
+def test_event_timeout_names_what_was_awaited_and_what_runs_instead(runtime: CPURuntime) -> None:
     gate = threading.Event()
     stream = runtime.stream("h2d")
     stream.submit(gate.wait, 5, label="copy of layer 3")
@@ -143,7 +143,7 @@ def test_event_timeout_names_what_was_awaited_and_what_runs_instead(runtime: Cpu
     event.wait()  # a wait that timed out spoils nothing
 
 
-def test_a_stream_that_waits_past_its_deadline_fails_instead_of_hanging(runtime: CpuRuntime) -> None:
+def test_a_stream_that_waits_past_its_deadline_fails_instead_of_hanging(runtime: CPURuntime) -> None:
     gate, log = threading.Event(), []
     a, b = runtime.stream("a"), runtime.stream("b")
     a.submit(gate.wait, 5)
@@ -158,7 +158,7 @@ def test_a_stream_that_waits_past_its_deadline_fails_instead_of_hanging(runtime:
 
 
 @pytest.mark.parametrize("deadline_s", [float("inf"), float("nan"), -1.0])
-def test_unbounded_waits_are_refused(runtime: CpuRuntime, deadline_s: float) -> None:
+def test_unbounded_waits_are_refused(runtime: CPURuntime, deadline_s: float) -> None:
     stream = runtime.stream("a")
     event = stream.record()
     for call in (event.wait, stream.synchronize, runtime.synchronize, runtime.shutdown):
@@ -167,10 +167,10 @@ def test_unbounded_waits_are_refused(runtime: CpuRuntime, deadline_s: float) -> 
     with pytest.raises(ValueError, match="deadline_s"):
         stream.wait_event(event, deadline_s)
     with pytest.raises(ValueError, match="deadline_s"):
-        CpuRuntime(default_deadline_s=deadline_s)
+        CPURuntime(default_deadline_s=deadline_s)
 
 
-def test_failure_reaches_every_waiter_again_and_again(runtime: CpuRuntime) -> None:
+def test_failure_reaches_every_waiter_again_and_again(runtime: CPURuntime) -> None:
     a, b = runtime.stream("a"), runtime.stream("b")
     log: list[str] = []
     before = a.record()
@@ -189,7 +189,7 @@ def test_failure_reaches_every_waiter_again_and_again(runtime: CpuRuntime) -> No
     assert log == []
 
 
-def test_a_failure_on_one_stream_leaves_others_alone(runtime: CpuRuntime) -> None:
+def test_a_failure_on_one_stream_leaves_others_alone(runtime: CPURuntime) -> None:
     log: list[int] = []
     runtime.stream("a").submit(fail)
     runtime.stream("b").submit(log.append, 1)
@@ -199,7 +199,7 @@ def test_a_failure_on_one_stream_leaves_others_alone(runtime: CpuRuntime) -> Non
         runtime.synchronize()
 
 
-def test_a_poisoned_stream_still_waits_for_others_before_its_events_complete(runtime: CpuRuntime) -> None:
+def test_a_poisoned_stream_still_waits_for_others_before_its_events_complete(runtime: CPURuntime) -> None:
     gate = threading.Event()
     a, b = runtime.stream("a"), runtime.stream("b")
     b.submit(gate.wait, 5)
@@ -213,7 +213,7 @@ def test_a_poisoned_stream_still_waits_for_others_before_its_events_complete(run
         event.wait()
 
 
-def test_the_first_failure_of_a_stream_is_the_one_reported(runtime: CpuRuntime) -> None:
+def test_the_first_failure_of_a_stream_is_the_one_reported(runtime: CPURuntime) -> None:
     a, b = runtime.stream("a"), runtime.stream("b")
     a.submit(fail, label="first")
     b.submit(fail, label="second")
@@ -224,7 +224,7 @@ def test_the_first_failure_of_a_stream_is_the_one_reported(runtime: CpuRuntime) 
         b.synchronize()
 
 
-def test_a_timeout_does_not_hide_the_failure_before_it(runtime: CpuRuntime) -> None:
+def test_a_timeout_does_not_hide_the_failure_before_it(runtime: CPURuntime) -> None:
     gate = threading.Event()
     a, b = runtime.stream("a"), runtime.stream("b")
     b.submit(gate.wait, 5)
@@ -235,7 +235,7 @@ def test_a_timeout_does_not_hide_the_failure_before_it(runtime: CpuRuntime) -> N
     gate.set()
 
 
-def test_recover_confines_a_failure(runtime: CpuRuntime) -> None:
+def test_recover_confines_a_failure(runtime: CPURuntime) -> None:
     stream, log = runtime.stream("a"), []
     stream.submit(fail)
     stream.submit(log.append, "skipped")
@@ -249,7 +249,7 @@ def test_recover_confines_a_failure(runtime: CpuRuntime) -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_even_exits_do_not_kill_the_thread(runtime: CpuRuntime, error: type[BaseException]) -> None:
+def test_even_exits_do_not_kill_the_thread(runtime: CPURuntime, error: type[BaseException]) -> None:
     def leave() -> None:
         raise error
 
@@ -263,23 +263,23 @@ def test_even_exits_do_not_kill_the_thread(runtime: CpuRuntime, error: type[Base
 
 
 def test_a_failure_nobody_waits_for_is_logged_and_raised_by_shutdown(
-    log: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    runtime = CpuRuntime()
+    runtime = CPURuntime()
     runtime.stream("a").submit(fail, label="copy")
-    with log.at_level(logging.ERROR), pytest.raises(TaskFailedError, match="copy"):
+    with caplog.at_level(logging.ERROR), pytest.raises(TaskFailedError, match="copy"):
         runtime.shutdown()
-    assert "task 'copy' of stream 'a' failed" in log.text
+    assert "task 'copy' of stream 'a' failed" in caplog.text
     runtime.shutdown()
 
 
 def test_context_manager_lets_the_first_error_out() -> None:
-    with pytest.raises(ZeroDivisionError), CpuRuntime() as runtime:
+    with pytest.raises(ZeroDivisionError), CPURuntime() as runtime:
         runtime.stream("a").submit(fail) or 1 / 0
 
 
-def test_events_of_another_runtime_are_refused(runtime: CpuRuntime) -> None:
-    with CpuRuntime() as other:
+def test_events_of_another_runtime_are_refused(runtime: CPURuntime) -> None:
+    with CPURuntime() as other:
         event = other.stream("x").record("foreign")
         with pytest.raises(ValueError, match="'foreign'"):
             runtime.stream("a").wait_event(event)
@@ -287,7 +287,7 @@ def test_events_of_another_runtime_are_refused(runtime: CpuRuntime) -> None:
 
 def test_bounds() -> None:
     gate = threading.Event()
-    with CpuRuntime(default_deadline_s=0.05, max_pending=2) as runtime:
+    with CPURuntime(default_deadline_s=0.05, max_pending=2) as runtime:
         stream = runtime.stream("a")
         stream.submit(gate.wait, 5, label="stuck")
         while not stream._lane._running:
@@ -306,11 +306,11 @@ def test_bounds() -> None:
         with pytest.raises(ValueError, match="stream name"):
             runtime.stream(bad)
     with pytest.raises(ValueError, match="max_pending"):
-        CpuRuntime(max_pending=0)
+        CPURuntime(max_pending=0)
 
 
 def test_a_task_that_fills_its_own_stream_fails_at_once() -> None:
-    with CpuRuntime(default_deadline_s=5, max_pending=1) as runtime:
+    with CPURuntime(default_deadline_s=5, max_pending=1) as runtime:
         stream = runtime.stream("a")
         stream.submit(lambda: [stream.submit(int) for _ in range(2)])
         start = time.monotonic()
@@ -320,7 +320,7 @@ def test_a_task_that_fills_its_own_stream_fails_at_once() -> None:
         assert time.monotonic() - start < 1
 
 
-def test_arguments_are_released_before_the_stream_idles(runtime: CpuRuntime) -> None:
+def test_arguments_are_released_before_the_stream_idles(runtime: CPURuntime) -> None:
     class Buffer:
         freed = threading.Event()
 
@@ -331,7 +331,7 @@ def test_arguments_are_released_before_the_stream_idles(runtime: CpuRuntime) -> 
     assert Buffer.freed.wait(1)
 
 
-def test_caller_stream_is_the_calling_thread(runtime: CpuRuntime) -> None:
+def test_caller_stream_is_the_calling_thread(runtime: CPURuntime) -> None:
     log: list[object] = []
     gate = threading.Event()
     caller, side = runtime.current_stream(), runtime.stream("side")
@@ -355,7 +355,7 @@ def test_caller_stream_is_the_calling_thread(runtime: CpuRuntime) -> None:
 
 def test_shutdown_finishes_queued_work_joins_and_is_idempotent() -> None:
     log: list[int] = []
-    runtime = CpuRuntime()
+    runtime = CPURuntime()
     a, b = runtime.stream("a"), runtime.stream("b")
     a.submit(time.sleep, 0.03)
     a.submit(log.append, 1)
@@ -376,7 +376,7 @@ def test_shutdown_finishes_queued_work_joins_and_is_idempotent() -> None:
 
 def test_shutdown_of_a_stuck_task_is_bounded_and_frees_every_waiter() -> None:
     gate = threading.Event()
-    runtime = CpuRuntime()
+    runtime = CPURuntime()
     a, b = runtime.stream("a"), runtime.stream("b")
     a.submit(gate.wait, 20, label="stuck copy")
     event = a.record("never")
@@ -407,7 +407,7 @@ def test_shutdown_of_a_stuck_task_is_bounded_and_frees_every_waiter() -> None:
     runtime.shutdown()
 
 
-def test_shutdown_from_a_task_is_refused(runtime: CpuRuntime) -> None:
+def test_shutdown_from_a_task_is_refused(runtime: CPURuntime) -> None:
     runtime.stream("a").submit(runtime.shutdown)
     with pytest.raises(TaskFailedError, match="wait for itself"):
         runtime.stream("a").synchronize()
@@ -416,7 +416,7 @@ def test_shutdown_from_a_task_is_refused(runtime: CpuRuntime) -> None:
 
 def test_no_thread_leaks_over_many_runtimes() -> None:
     for i in range(30):
-        runtime = CpuRuntime(default_deadline_s=2)
+        runtime = CPURuntime(default_deadline_s=2)
         for name in "abc":
             runtime.stream(name).submit(fail if i % 3 == 0 else int)
         if i % 3 == 0:
@@ -429,7 +429,7 @@ def test_no_thread_leaks_over_many_runtimes() -> None:
 
 def test_a_dropped_runtime_ends_its_threads_after_their_work() -> None:
     log: list[int] = []
-    stream = CpuRuntime().stream("a")
+    stream = CPURuntime().stream("a")
     gc.collect()
     assert len(stream_threads()) == 1  # the stream keeps its runtime
     stream.submit(time.sleep, 0.02)
@@ -440,7 +440,7 @@ def test_a_dropped_runtime_ends_its_threads_after_their_work() -> None:
     assert log == [1]
 
 
-def test_forked_child_gets_an_error_not_a_hang(runtime: CpuRuntime) -> None:
+def test_forked_child_gets_an_error_not_a_hang(runtime: CPURuntime) -> None:
     gate = threading.Event()
     stream = runtime.stream("a")
     stream.submit(gate.wait, 5)
@@ -455,7 +455,7 @@ def test_forked_child_gets_an_error_not_a_hang(runtime: CpuRuntime) -> None:
             except RuntimeClosedError:
                 pass
         runtime.shutdown()
-        with CpuRuntime() as own:
+        with CPURuntime() as own:
             own.stream("a").synchronize(2)
         os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -474,7 +474,7 @@ def test_interpreter_exit_is_bounded(task: str, expected: str) -> None:
     program = (
         "import threading, time, vllm_kvoffload.runtime.cpu as cpu\n"
         "cpu.EXIT_DEADLINE_S = 0.5\n"
-        f"runtime = cpu.CpuRuntime(); runtime.stream('a').submit({task})\n"
+        f"runtime = cpu.CPURuntime(); runtime.stream('a').submit({task})\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=True
@@ -482,7 +482,7 @@ def test_interpreter_exit_is_bounded(task: str, expected: str) -> None:
     assert expected in done.stdout + done.stderr
 
 
-def test_a_stream_outlives_an_error_of_its_own(runtime: CpuRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_outlives_an_error_of_its_own(runtime: CPURuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of a task: it fails what comes after, as one of a task does, and can be recovered from."""
     stream = runtime.stream("s")
     lane = stream._lane

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from vllm_kvoffload.runtime import CpuRuntime, DelayPlan, Stream
+from vllm_kvoffload.runtime import CPURuntime, DelayPlan, Stream
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -15,7 +15,7 @@ LAYERS = 12
 
 
 def stream_layers(
-    runtime: CpuRuntime, wait_before_reuse: bool, wait_before_compute: bool = True
+    runtime: CPURuntime, wait_before_reuse: bool, wait_before_compute: bool = True
 ) -> list[int]:
     """Two shared buffers, loads on one stream, compute on another: the shape of the layerwise pipeline.
 
@@ -41,7 +41,7 @@ def stream_layers(
 
 
 def run(seed: int, **waits: bool) -> list[int]:
-    with CpuRuntime(DelayPlan(seed, max_ms=2)) as runtime:
+    with CPURuntime(DelayPlan(seed, max_ms=2)) as runtime:
         return stream_layers(runtime, **waits)
 
 
@@ -64,7 +64,7 @@ def test_a_missing_wait_is_found_within_the_seeds(planted: dict[str, bool]) -> N
 def order_of(seed: int) -> str:
     """Order of two tasks, far enough apart in time for the machine's own noise not to matter."""
     log: list[str] = []
-    with CpuRuntime(DelayPlan(seed, max_ms=300)) as runtime:
+    with CPURuntime(DelayPlan(seed, max_ms=300)) as runtime:
         for name in ("left", "right"):
             runtime.stream(name).submit(log.append, name)
         runtime.synchronize(10)
@@ -104,7 +104,7 @@ def test_delays_are_a_function_of_the_seed_within_bounds_and_varied() -> None:
 def test_completion_is_delayed_too() -> None:
     """An event must not be seen complete before the delay after its last task has passed."""
     seed = next(s for s in range(1000) if DelayPlan(s, 100).delay_s("a", 0, "after") > 0.05)
-    with CpuRuntime(DelayPlan(seed, 100)) as runtime:
+    with CPURuntime(DelayPlan(seed, 100)) as runtime:
         stream, ran = runtime.stream("a"), []
         stream.submit(lambda: ran.append(time.monotonic()))
         stream.synchronize()
@@ -114,13 +114,13 @@ def test_completion_is_delayed_too() -> None:
 @pytest.mark.parametrize(("text", "plan"), [("7", DelayPlan(7)), ("7:20", DelayPlan(7, 20)), ("", None)])
 def test_environment(monkeypatch: pytest.MonkeyPatch, text: str, plan: DelayPlan | None) -> None:
     monkeypatch.setenv("KVOFFLOAD_RUNTIME_DELAY", text)
-    runtime = CpuRuntime()
+    runtime = CPURuntime()
     assert runtime._delays == plan
-    assert CpuRuntime(DelayPlan(9))._delays == DelayPlan(9)  # an argument wins
+    assert CPURuntime(DelayPlan(9))._delays == DelayPlan(9)  # an argument wins
 
 
 @pytest.mark.parametrize("text", ["x", "1:", "1:0", "1:-3", "1:nan", "1:5000", "1:2:3", ":5"])
 def test_bad_values_are_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("KVOFFLOAD_RUNTIME_DELAY", text)
     with pytest.raises(ValueError, match="KVOFFLOAD_RUNTIME_DELAY="):
-        CpuRuntime()
+        CPURuntime()

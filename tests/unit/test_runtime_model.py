@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from vllm_kvoffload.runtime import CpuRuntime, DelayPlan, Event, TaskFailedError
+from vllm_kvoffload.runtime import CPURuntime, DelayPlan, Event, TaskFailedError
 
 pytestmark = pytest.mark.timeout(120)
 NAMES = ("a", "b", "c")
@@ -42,7 +42,7 @@ class ModelEvent:
 class StreamsMachine(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 1000))
     def start(self, seed: int) -> None:
-        self.runtime = CpuRuntime(DelayPlan(seed, max_ms=1), default_deadline_s=20)
+        self.runtime = CPURuntime(DelayPlan(seed, max_ms=1), default_deadline_s=20)
         self.model = {name: ModelStream() for name in NAMES}
         self.events: list[ModelEvent] = []
         self.numbers = itertools.count()

@@ -12,19 +12,18 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
+import check_cpu
+import environment
+import guarded
+import pip_runner
+import preflight
 import pytest
+import setup_cpu
+from pip_runner import TORCH_CPU_INDEX, Pip, SetupFailed
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import check_cpu  # noqa: E402
-import environment  # noqa: E402
-import guarded  # noqa: E402
-import pip_runner  # noqa: E402
-import preflight  # noqa: E402
-import setup_cpu  # noqa: E402
-from pip_runner import TORCH_CPU_INDEX, Pip, SetupFailed  # noqa: E402
 
 NOT_THERE = "ERROR: No matching distribution found for torch==2.13.0+cpu"
 NO_NETWORK = "WARNING: Retrying: NewConnectionError: Failed to establish a new connection: [Errno -2]"

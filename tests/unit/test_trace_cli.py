@@ -118,7 +118,7 @@ def test_simulate_a_part(tmp_path):
     assert steps("--group", 0, "--requests", 1) == 3
     none = trace("simulate", path, "--group", 7)
     assert none.exit_code == 2
-    assert "no step of the chosen groups" in none.output
+    assert "no step of these groups" in none.output
 
 
 def test_simulate_says_when_steps_were_lost(tmp_path):

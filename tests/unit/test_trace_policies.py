@@ -25,21 +25,21 @@ from vllm_kvoffload.trace.simulator import (
     policy_name,
     simulate,
 )
-from vllm_kvoffload.trace.streams import Stream, stream_of, streams_of_trace
+from vllm_kvoffload.trace.streams import TopkStream, stream_of, streams_of_trace
 from vllm_kvoffload.trace.suite import TraceSpec, sources, write_trace
 
 EMPTY = -1
 
 
-def stream(*steps: tuple[int, list[list[int]]]) -> Stream:
+def stream(*steps: tuple[int, list[list[int]]]) -> TopkStream:
     """From (seq_len, ids of each query token) per step."""
-    made = Stream(0, "a")
+    made = TopkStream(0, "a")
     for seq_len, tokens in steps:
         made.append(seq_len, tuple(np.array(sorted(set(ids)), np.int32) for ids in tokens))
     return made
 
 
-def one_token(*steps: list[int], length: int = 50) -> Stream:
+def one_token(*steps: list[int], length: int = 50) -> TopkStream:
     return stream(*((length + n, [ids]) for n, ids in enumerate(steps)))
 
 
@@ -129,11 +129,11 @@ class Naive:
         self.residents.remove(next(token for token in self.residents if token not in needed))
 
 
-class NaiveFifo(Naive):
+class NaiveFIFO(Naive):
     pass
 
 
-class NaiveLru(Naive):
+class NaiveLRU(Naive):
     """Within a step hits and misses age together, in the order asked for."""
 
     def plan(self, step, future) -> int:
@@ -152,11 +152,11 @@ class NaiveBelady(Naive):
         self.residents.remove(max((t for t in self.residents if t not in needed), key=next_use))
 
 
-def naive_misses(policy: Naive, made: Stream) -> list[int]:
+def naive_misses(policy: Naive, made: TopkStream) -> list[int]:
     return [policy.plan(step, made.steps[n + 1 :]) for n, step in enumerate(made.steps)]
 
 
-@pytest.mark.parametrize(("name", "naive"), [("lru", NaiveLru), ("fifo_full", NaiveFifo)])
+@pytest.mark.parametrize(("name", "naive"), [("lru", NaiveLRU), ("fifo_full", NaiveFIFO)])
 @settings(max_examples=200, deadline=None)
 @given(made=streams(), spare=st.integers(0, 4))
 def test_lru_and_fifo(name, naive, made, spare):
@@ -172,7 +172,7 @@ def test_belady_has_as_few_misses_as_belady(made, spare):
     assert reference_misses("belady", made, slots).sum() == sum(naive_misses(NaiveBelady(slots), made))
 
 
-def least_misses(made: Stream, slots: int) -> int:
+def least_misses(made: TopkStream, slots: int) -> int:
     """By trying all evictions."""
     states = {frozenset(): 0}
     for step in made.steps:
@@ -208,7 +208,7 @@ def test_no_policy_beats_belady_or_the_first_sights(made, spare):
             assert misses.sum() >= belady
 
 
-def naive_sieve(made: Stream, slots: int) -> list[int]:
+def naive_sieve(made: TopkStream, slots: int) -> list[int]:
     """With a list from old to new and a hand that is an id."""
     queue: list[int] = []
     visited: set[int] = set()
@@ -246,7 +246,7 @@ def test_sieve(made, spare):
     assert reference_misses("sieve", made, 9 + spare).tolist() == naive_sieve(made, 9 + spare)
 
 
-def naive_set_fifo(made: Stream, slots: int) -> list[int]:
+def naive_set_fifo(made: TopkStream, slots: int) -> list[int]:
     sets = slots // 16
     pool = [[EMPTY] * 16 for _ in range(sets)]
     hands = [0] * sets

@@ -103,10 +103,10 @@ def test_batches_of_all_sizes(tmp_path):
         assert [request.ids[0].tolist() for request in step.requests] == expected
 
 
-def test_a_full_queue_drops_counts_and_says_so(tmp_path, log):
+def test_a_full_queue_drops_counts_and_says_so(tmp_path, caplog):
     writer = GatedWriter(tmp_path / "t", HEADER)
     recorder = TraceRecorder(writer, queue_bytes=3 * 16)
-    with log.at_level(logging.INFO, logger="vllm.vllm_kvoffload.trace.recorder"):
+    with caplog.at_level(logging.INFO, logger="vllm.vllm_kvoffload.trace.recorder"):
         for step in range(8):
             record(recorder, step)  # three fit, never waiting for the gate
         assert writer.waiting.wait(10)
@@ -119,12 +119,12 @@ def test_a_full_queue_drops_counts_and_says_so(tmp_path, log):
         recorder.close()
     reader = TraceReader(tmp_path / "t")
     assert [(step.step, reader.dropped) for step in reader] == [(0, 0), (1, 0), (2, 0), (8, 5)]
-    text = log.text
+    text = caplog.text
     assert text.count("has gaps") == 1
     assert "4 steps recorded, 5 dropped" in text
 
 
-def test_a_failing_disk_ends_the_recording_not_the_engine(tmp_path, log):
+def test_a_failing_disk_ends_the_recording_not_the_engine(tmp_path, caplog):
     class Full(TraceWriter):
         def write(self, *arguments: object) -> None:
             if self.steps == 2:
@@ -132,20 +132,20 @@ def test_a_failing_disk_ends_the_recording_not_the_engine(tmp_path, log):
             super().write(*arguments)
 
     recorder = TraceRecorder(Full(tmp_path / "t", HEADER))
-    with log.at_level(logging.INFO, logger="vllm.vllm_kvoffload.trace.recorder"):
+    with caplog.at_level(logging.INFO, logger="vllm.vllm_kvoffload.trace.recorder"):
         for step in range(6):
             record(recorder, step)
         recorder.close()
-    assert log.text.count("ended after 2 steps") == 1
-    assert "No space left" in log.text
-    assert "recorded" not in log.text
+    assert caplog.text.count("ended after 2 steps") == 1
+    assert "No space left" in caplog.text
+    assert "recorded" not in caplog.text
     assert recorder.dropped == 4
     reader = TraceReader(tmp_path / "t")
     assert [step.step for step in reader] == [0, 1]
     assert not reader.closed
 
 
-def test_a_disk_that_really_is_full(tmp_path, log):
+def test_a_disk_that_really_is_full(tmp_path, caplog):
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full here")
     writer = TraceWriter(tmp_path / "t", HEADER)
@@ -155,7 +155,7 @@ def test_a_disk_that_really_is_full(tmp_path, log):
     for step in range(3):
         record(recorder, step)
     recorder.close()
-    assert log.text.count("No space left") == 1
+    assert caplog.text.count("No space left") == 1
 
 
 def test_existing_files_are_refused_at_once(tmp_path):
@@ -247,6 +247,8 @@ def test_nothing_that_a_request_is_called_ends_a_recording(tmp_path):
 def test_a_call_that_cannot_be_copied_ends_the_recording_and_not_the_engine(tmp_path, monkeypatch):
     recorder = TraceRecorder.open(tmp_path / "t", HEADER)
     record(recorder, 0)
+    while recorder._waiting_bytes:
+        time.sleep(0.001)
     monkeypatch.setattr(recorder, "_memory", lambda _: (_ for _ in ()).throw(MemoryError()))
     record(recorder, 1)
     record(recorder, 2)

@@ -18,14 +18,23 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from vllm_kvoffload.memory.numa import allowed_nodes
+from vllm_kvoffload.platforms.ascend.memfabric_kernels import EXTEND, UPGRADE, find_kernels, how_to_build
+from vllm_kvoffload.platforms.ascend.operators import BUILD, KERNELS_ENV, library_path
 from vllm_kvoffload.platforms.ascend.symbols import OLDEST, RELEASE, TOO_NEW
+from vllm_kvoffload.platforms.foreign import ASCEND_PLUGIN, GENERAL, METRICS, PLUGINS, core_problem
 
 LEAST_DRIVER = (25, 5, 1)
-LEAST_CANN = (8, 5)
-HUGE_PAGES = 200000
+LEAST_CANN = (9, 1, 0)
+"""What vllm-ascend 0.23.0 and its post release are built and tested with."""
+HUGE_KIB = 390 << 20
+"""Of huge pages, for the host pool of an engine as in docs/ascend.md, in KiB."""
 VLLM = (0, 23)
-MEMFABRIC, MEMCACHE = (1, 2), (1, 3)
-COPY_KERNEL = "libmf_hybm_accoffload.so"
+MEMFABRIC, MEMFABRIC_TOO_NEW = (1, 2), (1, 4)
+"""Releases of MemFabric, and of MemCache beside it, whose names and signatures were compared."""
+IMAGE = (
+    f"use vllm-ascend's image of v{RELEASE}, see docs/ascend.md: pip can't resolve vllm beside vllm-ascend"
+)
 DRIVER_INFO = ("usr/local/Ascend/driver/version.info", "var/driver/version.info")
 CANN_INFO = (
     "usr/local/Ascend/cann/compiler/version.info",
@@ -34,7 +43,6 @@ CANN_INFO = (
 )
 META_URL, META_STORE = "ock.mmc.meta_service_url", "ock.mmc.meta_service.config_store_url"
 LOCAL_STORE, PROTOCOL = "ock.mmc.local_service.config_store_url", "ock.mmc.local_service.protocol"
-EXTEND = "MEMFABRIC_HYBRID_EXTEND_LIB_PATH"
 PROTOCOLS = ("device_sdma", "device_rdma")
 
 
@@ -61,7 +69,8 @@ class Machine:
     """The machine under examination.
 
     ports: needed by decode's control plane; free: whether a port can be bound. version, folder: of an
-    installed package, None if it is not installed.
+    installed package, None if it is not installed. needs: this package's requirements. core: why its C++ core
+    does not load, "" if it does.
     """
 
     root: Path = Path("/")
@@ -70,6 +79,8 @@ class Machine:
     version: Callable[[str], str | None] | None = None
     folder: Callable[[str], Path | None] | None = None
     free: Callable[[int], bool] | None = None
+    needs: Callable[[], list[str]] | None = None
+    core: Callable[[], str] | None = None
 
     def variable(self, name: str) -> str:
         return (self.environ or {}).get(name, "")
@@ -123,7 +134,7 @@ def check_file_version(
     machine: Machine, what: str, paths: tuple[str, ...], least: tuple[int, ...]
 ) -> Finding:
     """Checks a version that driver or CANN record in a file."""
-    fix = f"install {what} {dotted(least)} or later"
+    fix = f"install {what} {dotted(least)} or later (CANN: vllm-ascend's image has it)"
     for path in paths:
         text = machine.read(path)
         if text is None:
@@ -153,66 +164,139 @@ def check_package(
 
 def check_packages(machine: Machine) -> list[Finding]:
     """Checks vLLM, vllm-ascend, MemFabric, and MemCache, which needs a MemFabric of its own release."""
-    cache = machine.installed("memcache_hybrid")
-    least = MEMFABRIC if cache is None else MEMCACHE
-    who = "P/D and the host pool" if cache is None else f"memcache_hybrid {cache}"
-    return [
+
+    def fits(version: tuple[int, ...]) -> bool:
+        return MEMFABRIC <= version[:2] < MEMFABRIC_TOO_NEW
+
+    found = [
+        check_package(machine, "vllm", lambda version: version[:2] == VLLM, IMAGE),
         check_package(
-            machine,
-            "vllm",
-            lambda version: version[:2] == VLLM,
-            f"pip install vllm=={dotted(VLLM)}.0, which vllm-ascend {RELEASE} is made for",
+            machine, "vllm-ascend", lambda version: version >= OLDEST and version[:2] < TOO_NEW, IMAGE
         ),
-        check_package(
-            machine,
-            "vllm-ascend",
-            lambda version: version >= OLDEST and version[:2] < TOO_NEW,
-            f"pip install vllm-ascend=={RELEASE}",
-        ),
-        check_package(
-            machine,
-            "memfabric_hybrid",
-            lambda version: version >= least,
-            f"{who} needs {dotted(least)} or later: install it, see docs/ascend.md",
-        ),
+        check_package(machine, "memfabric_hybrid", fits, f"P/D and the host pool need 1.2 or 1.3: {UPGRADE}"),
         check_package(
             machine,
             "memcache_hybrid",
-            lambda version: version >= MEMCACHE,
-            f"a KV store of many prefill engines needs {dotted(MEMCACHE)} or later: pip install '.[store]', "
-            "see docs/ascend.md",
+            fits,
+            f"a KV store of many prefill engines needs 1.2 or 1.3: {UPGRADE}",
             Verdict.WARN,
         ),
     ]
+    fabric, cache = (
+        numbers(machine.installed(f"{name}_hybrid") or "")[:2] for name in ("memfabric", "memcache")
+    )
+    if fabric and cache and fabric != cache and all(finding.verdict is Verdict.OK for finding in found[2:]):
+        shown = f"memfabric_hybrid {dotted(fabric)} beside memcache_hybrid {dotted(cache)}"
+        found.append(
+            Finding("MemCache's MemFabric", Verdict.FAIL, shown, f"install both of one release: {UPGRADE}")
+        )
+    return found
+
+
+def check_own_parts(machine: Machine) -> list[Finding]:
+    """Checks what `pip install --no-deps` leaves unchecked: the requirements, and that the C++ core loads."""
+    missing = []
+    for line in (machine.needs or own_requirements)():
+        requirement = line.partition(";")[0].strip()
+        name = re.split(r"[^\w.-]", requirement)[0]
+        least, found = numbers(requirement.partition(">=")[2] + ".0"), machine.installed(name)
+        if "extra" not in line.partition(";")[2] and (found is None or numbers(found) < least):
+            missing.append(requirement)
+    verdict = Verdict.FAIL if missing else Verdict.OK
+    quoted = " ".join(f"'{name}'" for name in missing)
+    fix = f"pip install --no-deps {quoted}" if missing else ""
+    shown = f"missing or too old: {', '.join(missing)}" if missing else "there"
+    core = (machine.core or _core)()
+    again = "install vllm-kvoffload again, from a source tree built on this machine with this Python"
+    return [
+        Finding("dependencies", verdict, shown, fix),
+        Finding("C++ core", Verdict.FAIL if core else Verdict.OK, core or "loads", again if core else ""),
+    ]
+
+
+def own_requirements() -> list[str]:
+    return metadata.requires("vllm-kvoffload") or []
+
+
+def _core() -> str:
+    problem = core_problem()
+    return "" if problem is None else problem.rule
+
+
+def check_plugins(machine: Machine) -> Finding:
+    """Checks variables with which vLLM leaves our plugins or vllm-ascend's out, without a word."""
+    device, listed = machine.variable("VLLM_TARGET_DEVICE"), machine.variable(PLUGINS)
+    if device not in ("", "empty", "npu"):
+        fix = "unset VLLM_TARGET_DEVICE: with cpu vLLM takes its own platform, and the offload is refused"
+        return Finding("plugins", Verdict.FAIL, f"VLLM_TARGET_DEVICE is {device}", fix)
+    absent = [name for name in (GENERAL, METRICS, ASCEND_PLUGIN) if listed and name not in listed.split(",")]
+    if absent:
+        fix = f"add {','.join(absent)} to {PLUGINS}, and vllm-ascend's other plugins, or unset it"
+        verdict = Verdict.WARN if absent == [METRICS] else Verdict.FAIL
+        return Finding("plugins", verdict, f"{PLUGINS} leaves out {', '.join(absent)}", fix)
+    return Finding("plugins", Verdict.OK, "all are loaded")
 
 
 def check_copy_kernel(machine: Machine) -> Finding:
-    """Checks MemFabric's copy kernels: 1.2 finds them by a variable, 1.3 beside its libraries, where they
-    must be built."""
-    name = "MemFabric's kernels"
+    """Checks MemFabric's copy kernels, which its packages lack."""
+    name, version = "MemFabric's kernels", machine.installed("memfabric_hybrid")
+    if version is None:
+        return Finding(name, Verdict.FAIL, "MemFabric is not installed", UPGRADE)
+    release, path = numbers(version), machine.variable(EXTEND)
     folder = (machine.folder or package_folder)("memfabric_hybrid")
-    built = folder / "lib" / COPY_KERNEL if folder is not None else None
-    if built is not None and built.is_file() and built.stat().st_size:
+    built = find_kernels(folder, release, str(machine.root / path.lstrip("/")) if path else "")
+    if built is not None:
         return Finding(name, Verdict.OK, str(built))
-    path = machine.variable(EXTEND)
-    if path and (machine.root / path.lstrip("/")).is_dir():
-        return Finding(name, Verdict.OK, path)
-    found = f"{path}: no such folder" if path else "not built" if built is not None else "not there"
     fix = (
-        f"release 1.3: mfcli kernel install, with CANN and torch_npu; 1.2: its set_env.sh, or export {EXTEND}"
+        f"decode with P/D needs them, and an aggregated engine does without, slowly: {how_to_build(release)}"
     )
-    return Finding(name, Verdict.WARN, found, fix)
+    return Finding(name, Verdict.FAIL, "not built", fix)
 
 
 def check_hugepages(machine: Machine) -> Finding:
-    text = machine.read("proc/sys/vm/nr_hugepages") or "0"
-    pages = int(text.strip() or 0)
-    good = pages >= HUGE_PAGES
+    """Checks that there are as many as host pools need; their size depends on the kernel's page size."""
+    pages = int((machine.read("proc/sys/vm/nr_hugepages") or "0").strip() or 0)
+    size = re.search(r"^Hugepagesize:\s*(\d+) kB", machine.read("proc/meminfo") or "", re.MULTILINE)
+    kib = int(size[1]) if size else 2048
+    good = pages * kib >= HUGE_KIB
+    wanted, per_gib = -(-HUGE_KIB // kib), (1 << 20) / kib
     fix = (
-        "as root, on each host: echo PAGES > /proc/sys/vm/nr_hugepages, with 512 for each GiB of host pools "
-        f"and of MemCache's DRAM, and some more; {HUGE_PAGES} are {HUGE_PAGES // 512} GiB"
+        f"as root, on each host: echo PAGES > /proc/sys/vm/nr_hugepages, with {per_gib:g} for each GiB of "
+        f"host pools and of MemCache's DRAM, and some more; {wanted} are {HUGE_KIB >> 20} GiB"
     )
-    return Finding("huge pages", Verdict.OK if good else Verdict.WARN, str(pages), "" if good else fix)
+    shown = f"{pages} of {kib >> 10} MiB"
+    return Finding("huge pages", Verdict.OK if good else Verdict.WARN, shown, "" if good else fix)
+
+
+def check_kernel(machine: Machine) -> Finding:
+    """Checks what the kernel must do to map ordinary memory for devices, and to reserve addresses."""
+    release = machine.read("proc/sys/kernel/osrelease") or ""
+    if numbers(release)[:2] <= (5, 10):
+        fix = (
+            "use a kernel later than 5.10: aclrtHostRegister maps ordinary memory for a device with those "
+            "only, which a host pool in a shared-memory segment needs. MemFabric makes memory of its own"
+        )
+        return Finding("kernel", Verdict.WARN, release.strip() or "unknown", fix)
+    if (machine.read("proc/sys/vm/overcommit_memory") or "").strip() == "2":
+        fix = (
+            "echo 0 > /proc/sys/vm/overcommit_memory: MemFabric reserves addresses for the pool in each "
+            "rank, ranks x size in all"
+        )
+        return Finding("kernel", Verdict.WARN, "vm.overcommit_memory is 2", fix)
+    return Finding("kernel", Verdict.OK, release.strip())
+
+
+def check_numa(machine: Machine) -> Finding:
+    """Checks that a process may spread its pages over all NUMA nodes of the machine."""
+    online = (machine.read("sys/devices/system/node/online") or "0").strip()
+    allowed = allowed_nodes(machine.read("proc/self/status") or "")
+    nodes = allowed_nodes(f"Mems_allowed_list:\t{online}\n")
+    absent = sorted(set(nodes) - set(allowed)) if allowed else []
+    if absent:
+        shown = f"memory of node {', '.join(map(str, absent))} may not be taken"
+        fix = "allow all of them (cpuset.mems; docker --cpuset-mems): all devices read the host pool"
+        return Finding("NUMA nodes", Verdict.WARN, shown, fix)
+    return Finding("NUMA nodes", Verdict.OK, f"{len(nodes)}, all allowed")
 
 
 def check_hash_seed(machine: Machine) -> Finding:
@@ -238,11 +322,12 @@ def check_ports(machine: Machine) -> Finding:
 
 
 def check_kernels(machine: Machine) -> Finding:
-    path = machine.variable("KVOFFLOAD_ASCEND_OPS")
-    if path and (machine.root / path.lstrip("/")).is_file():
+    given = machine.variable(KERNELS_ENV)
+    path = given or library_path(machine.environ or {})
+    if path and (machine.root / path.lstrip("/") if given else Path(path)).is_file():
         return Finding("AscendC operators", Verdict.OK, path)
-    found = f"{path}: no such file" if path else "KVOFFLOAD_ASCEND_OPS is not set: plans are made on the host"
-    fix = "build them (docs/ascend-build.md) and export KVOFFLOAD_ASCEND_OPS with the library's path"
+    found = f"{path}: no such file" if path else "not built: plans are made on the host"
+    fix = f"unset {KERNELS_ENV} and {BUILD}" if path else BUILD
     return Finding("AscendC operators", Verdict.FAIL if path else Verdict.WARN, found, fix)
 
 
@@ -293,8 +378,12 @@ def examine(machine: Machine) -> list[Finding]:
         check_file_version(machine, "NPU driver", DRIVER_INFO, LEAST_DRIVER),
         check_file_version(machine, "CANN", CANN_INFO, LEAST_CANN),
         *check_packages(machine),
+        *check_own_parts(machine),
+        check_plugins(machine),
         check_copy_kernel(machine),
         check_hugepages(machine),
+        check_kernel(machine),
+        check_numa(machine),
         check_hash_seed(machine),
         check_ports(machine),
         *check_conf_files(machine),

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from vllm_kvoffload.cli import control_key, memcache, proxy, trace
+from vllm_kvoffload.cli import control_key, memcache, operators, proxy, trace
 from vllm_kvoffload.cli import doctor as diagnosis
 from vllm_kvoffload.cli import size as sizing
 from vllm_kvoffload.policies import DEFAULT_POLICY, TABLE
@@ -20,7 +20,7 @@ from vllm_kvoffload.settings.errors import ConfigError
 
 DEMO_MODULE = "vllm_kvoffload.demo.run"
 POLICY_HELP = (
-    "What makes room in a set: " + ", ".join(f"{p.name} ({p.summary})" for p in TABLE.values()) + "."
+    "Replacement policy of a set: " + ", ".join(f"{p.name} ({p.summary})" for p in TABLE.values()) + "."
 )
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ app = typer.Typer(
 app.add_typer(trace.app, name="trace")
 memcache.add_to(app)
 control_key.add_to(app)
+operators.add_to(app)
 
 
 @app.callback()
@@ -43,7 +44,7 @@ def size(
     *,
     model: Annotated[Path, typer.Option(help="Model folder, or its config.json.")],
     device_gb: Annotated[
-        float | None, typer.Option(help="Memory for KV of each device, GiB. Without it: what is needed.")
+        float | None, typer.Option(help="Memory for KV of each device, GiB. Default: the memory needed.")
     ] = None,
     dram_gb: Annotated[int, typer.Option(help="dram_size_per_dp_GB: host memory for main KV, GiB.")] = 128,
     topk_buffer_size: Annotated[int, typer.Option(help="Hot-pool slots of a request.")] = 4096,
@@ -81,7 +82,7 @@ def size(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print a model's KV geometry and what fits with and without offload."""
+    """Print a model's KV geometry, and its capacity with and without offload."""
     request = sizing.SizeRequest(
         model=model,
         device_gb=device_gb,
@@ -150,7 +151,7 @@ def doctor(
     ranks: Annotated[int, typer.Option(min=1, help="Its DP x TP ranks, a port each.")] = 1,
     root: Annotated[Path, typer.Option(help="Look at the machine below this folder.")] = Path("/"),
 ) -> None:
-    """Look for what an Ascend machine lacks for the offload, and say how to get it."""
+    """Check an Ascend machine for the prerequisites of the offload; name the fix for missing ones."""
     ports = range(kv_port, kv_port + ranks) if kv_port else range(0)
     findings = diagnosis.examine(diagnosis.Machine(root, os.environ, ports))
     diagnosis.print_findings(findings, Console())

@@ -203,7 +203,7 @@ def _require_free(key: str, endpoint: Endpoint) -> None:
         except (OSError, UnicodeError, ValueError) as error:  # ValueError: not a host name
             why = getattr(error, "strerror", None) or error
             rule = f"{endpoint.url} can't be listened at on this machine: {why}"
-            fix = "end what listens there, choose another port, or run this on the machine of that address"
+            fix = "stop the process there, choose another port, or run this on the machine of that address"
             raise ConfigError(key, endpoint.port, rule, fix) from error
 
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from vllm_kvoffload.proxy.settings import (
     Deadlines,
-    Limits,
+    ProxyLimits,
     ProxySettings,
     SettingsError,
     addresses,
@@ -96,9 +96,9 @@ def parser() -> argparse.ArgumentParser:
         help="clients must send one of these as a bearer token to /v1; repeatable",
     )
     _add_tls(made)
-    limits = made.add_argument_group("limits", "of what clients may use")
+    limits = made.add_argument_group("limits", "on the resources that clients may use")
     for name, what in LIMIT_HELP.items():
-        default = getattr(Limits, name)
+        default = getattr(ProxyLimits, name)
         flag = f"--max-{name.replace('_', '-')}"
         limits.add_argument(flag, type=int, default=default, help=f"{what} (default: {default})")
     group = made.add_argument_group("deadlines", "in seconds")
@@ -175,7 +175,7 @@ def settings_of(arguments: Sequence[str]) -> ProxySettings:
         probe_interval=given.probe_interval,
         admin_token=os.environ.get(TOKEN_VARIABLE),
         admin_port=given.admin_port,
-        limits=Limits(**{name: getattr(given, f"max_{name}") for name in LIMIT_HELP}),
+        limits=ProxyLimits(**{name: getattr(given, f"max_{name}") for name in LIMIT_HELP}),
         tls=_tls(given),
         engine_tls=_engine_tls(given),
         api_keys=_api_keys(given),

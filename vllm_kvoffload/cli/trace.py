@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm_kvoffload.trace.simulator import Result
 
 app = typer.Typer(
-    no_args_is_help=True, help="Recorded and synthetic indexer choices, and policies judged by them."
+    no_args_is_help=True, help="Recorded and synthetic top-k indices, and policies judged by them."
 )
 
 
@@ -52,7 +52,7 @@ def generate(
     steps: Annotated[int, typer.Option(min=1, help="Decode steps.")] = 256,
     requests: Annotated[int, typer.Option(min=1, help="Requests that decode together.")] = 1,
     query_len: Annotated[int, typer.Option(min=1, help="Query tokens of a step, 1 + drafts.")] = 1,
-    topk: Annotated[int, typer.Option(min=1, help="Ids that a query token chooses.")] = 2048,
+    topk: Annotated[int, typer.Option(min=1, help="Top-k indices of a query token.")] = 2048,
     seed: Annotated[int, typer.Option(min=0, help="Of the random numbers.")] = 0,
 ) -> None:
     """Make synthetic traces: the suite, or one."""
@@ -84,7 +84,7 @@ def info(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a trace holds, and whether it is complete."""
+    """Describe a trace's contents, and whether it is complete."""
     with _errors("info"):
         report = trace_report(trace)
         if as_json:
@@ -154,21 +154,21 @@ def simulate(
     from vllm_kvoffload.trace.streams import streams_of_trace
 
     with _errors("simulate"):
-        choices = [parse_policy(name) for name in policy] if policy else ALL_POLICIES
+        policies = [parse_policy(name) for name in policy] if policy else ALL_POLICIES
         results: list[Result] = []
         for path in _trace_files(traces):
             reader = _reader(path)
             streams = streams_of_trace(reader, groups=group or (), max_requests=requests)
             if not streams:
-                raise ValueError(f"{path} has no step of the chosen groups")
+                raise ValueError(f"{path} has no step of these groups")
             if cut := sum(stream.cut for stream in streams):
-                typer.echo(f"{path}: {cut} of {len(streams)} requests end early, at lost steps", err=True)
+                typer.echo(f"{path}: {cut} of {len(streams)} requests end early, at dropped steps", err=True)
             found = list(
                 simulate(
                     path.stem,
                     streams,
                     reader.header.index_topk,
-                    policies=choices,
+                    policies=policies,
                     pools=pool or POOLS,
                     warm_up=warm_up,
                 )
@@ -214,7 +214,7 @@ def results_table(trace: str, results: Sequence[Result]) -> Table:
 
 @app.command()
 def plot(
-    results: Annotated[Path, typer.Argument(help="What `kvoffload trace simulate --out` wrote.")],
+    results: Annotated[Path, typer.Argument(help="Output of `kvoffload trace simulate --out`.")],
     *,
     png: Annotated[Path, typer.Option(help="The picture.")],
 ) -> None:

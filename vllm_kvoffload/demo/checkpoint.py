@@ -2,7 +2,7 @@
 
 `build_checkpoint(path, spec)` writes a directory that vLLM and Hugging Face transformers both load:
 config.json, model.safetensors and a tokenizer. Everything follows from the spec and its seed. The weights
-are random, but not shapeless (`weights.py`): attention matters, and consecutive steps choose overlapping,
+are random, but not shapeless (`weights.py`): attention matters, and consecutive steps select overlapping,
 slowly moving sets of tokens.
 """
 

@@ -56,7 +56,7 @@ class Request:
 
 
 @dataclass
-class Answer:
+class DemoAnswer:
     """A received answer. Times in seconds from sending; `first_s` is 0 for an answer that was not
     streamed."""
 
@@ -105,7 +105,7 @@ def events(lines: Iterable[bytes]) -> Iterator[str]:
 
 def send(
     port: int, request: Request, deadline_s: float, on_tokens: Callable[[int], None] = lambda _: None
-) -> Answer:
+) -> DemoAnswer:
     """Sends a request to HOST and waits for all of the answer; `on_tokens` gets each count of new tokens.
 
     Raises RequestError: refused, cut off, without token ids, or not finished after `deadline_s`.
@@ -119,7 +119,7 @@ def send(
         if response.status != http.client.OK:
             text = response.read(2000).decode("utf-8", "replace")
             raise RequestError(f"{request.name}: HTTP status {response.status}: {text}")
-        answer = Answer()
+        answer = DemoAnswer()
         for message in _messages(response, request):
             answer.take(message)
             elapsed_s = time.monotonic() - start_s

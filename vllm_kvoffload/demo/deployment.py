@@ -70,7 +70,7 @@ class Deployment:
         return [server.log for server in self._servers.values()]
 
     def start(self) -> None:
-        """Starts all servers; from the main thread, as `Server` asks for."""
+        """Starts all servers; from the main thread, as `Server` requires."""
         for name, (port, command) in self._commands.items():
             self._servers[name] = Server(command, self._folder / f"{name}.log", port)
 

@@ -1,4 +1,4 @@
-"""`python -m vllm_kvoffload.demo.launch PARENT COMMAND...`: becomes COMMAND, which is told when PARENT dies.
+"""`python -m vllm_kvoffload.demo.launch PARENT COMMAND...`: becomes COMMAND, which ends with PARENT.
 
 The kernel sends COMMAND a SIGTERM when the thread that started this process ends, however it ends: a demo
 killed with SIGKILL leaves no server behind. It is set here, not between fork and exec in the demo's own

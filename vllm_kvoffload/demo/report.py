@@ -10,7 +10,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kvoffload.demo.client import Answer, Sample
+from vllm_kvoffload.demo.client import DemoAnswer, Sample
 from vllm_kvoffload.demo.workload import AGAIN, LONG, PAIR
 
 NONE = "-"
@@ -41,7 +41,7 @@ class RunResult:
     start_s: float = 0.0
     kv_tokens: int = 0
     prefill_kv_tokens: int = 0
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, DemoAnswer] = field(default_factory=dict)
     step_s: dict[str, float] = field(default_factory=dict)
     sources: dict[str, int] = field(default_factory=dict)
     offload: dict[str, float] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class Comparison:
     differences: tuple[str, ...]
 
 
-def compare(reference: Mapping[str, Answer], answers: Mapping[str, Answer]) -> Comparison:
+def compare(reference: Mapping[str, DemoAnswer], answers: Mapping[str, DemoAnswer]) -> Comparison:
     """Compares token by token."""
     differences = [f"{name}: missing in one run" for name in sorted(reference.keys() ^ answers.keys())]
     tokens, worst = 0, 0.0
@@ -172,7 +172,7 @@ def table_rows(without: RunResult, with_offload: RunResult) -> list[tuple[str, s
         both("two at once, prompt and output tokens/s", lambda run: _speed(_pair_speed(run))),
         both("long prompt again: tokens found cached", lambda run: f"{_again(run).cached_tokens:,}"),
         both("long prompt again: first token after", lambda run: f"{_again(run).first_s:.2f} s"),
-        only_with("chosen rows found in the hot pool", NONE if hit_ratio is None else f"{hit_ratio:.1%}"),
+        only_with("selected rows found in the hot pool", NONE if hit_ratio is None else f"{hit_ratio:.1%}"),
         only_with("fetched from host memory in decode", _mib(offload.get("fetched_bytes"))),
     ]
     if with_offload.disaggregated:
@@ -203,7 +203,7 @@ def print_table(console: Console, without: RunResult, with_offload: RunResult) -
         table.add_row(*row)
     console.print(table)
     console.print(
-        "Speeds are this CPU's, with a tiny random model: they show that it runs, not what an NPU does.",
+        "Speeds are this CPU's, with a tiny random model: they show that it works, not the speed of an NPU.",
         highlight=False,
         soft_wrap=True,
     )
@@ -259,12 +259,12 @@ def _moved(run: RunResult) -> str:
     return f"{_mib(moved)} ({moved / needed:.2f}x)" if needed else NONE
 
 
-def _again(run: RunResult) -> Answer:
-    return run.answers.get(AGAIN, Answer())
+def _again(run: RunResult) -> DemoAnswer:
+    return run.answers.get(AGAIN, DemoAnswer())
 
 
-def _long(run: RunResult) -> Answer:
-    return run.answers.get(LONG, Answer())
+def _long(run: RunResult) -> DemoAnswer:
+    return run.answers.get(LONG, DemoAnswer())
 
 
 def _prefill_speed(run: RunResult) -> float:

@@ -2,9 +2,8 @@
 
 First by one server without offload; then by a prefill server whose layers share a few buffers in front of a
 store, a decode server with offload, and the proxy (--no-store: prefill keeps its KV on the device only;
---aggregated: one server with offload). Each server has the same device memory for KV, and the same requests
-are asked both times. Everything that is started is ended again, whatever happens, and every wait has a
-deadline.
+--aggregated: one server with offload). Each server has the same device memory for KV, and gets the same
+requests both times. All processes are ended in every case, and every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from vllm_kvoffload.demo.deployment import Deployment, alone, disaggregated
 from vllm_kvoffload.demo.progress import Note, Stages
 from vllm_kvoffload.demo.report import RunResult, as_json, from_store_text, print_table, print_verdict
 from vllm_kvoffload.demo.server import HOST, MODEL_NAME, ServerError, ServerOptions, free_port
-from vllm_kvoffload.demo.workload import FULL, QUICK, Step, steps
+from vllm_kvoffload.demo.workload import FULL, QUICK, DemoStep, steps
 
 MODEL = "glm"
 START_DEADLINE_S = 300.0
@@ -173,7 +172,8 @@ def _deployments(
 
 
 def _check_environment(aggregated: bool) -> None:
-    from vllm_kvoffload.plugin import SUPPORTED_VLLM_CPU, cpu_platform
+    from vllm_kvoffload.platforms.foreign import SUPPORTED_VLLM_CPU
+    from vllm_kvoffload.plugin import cpu_platform
 
     if cpu_platform() is None:
         raise ServerError(
@@ -187,7 +187,7 @@ def _check_environment(aggregated: bool) -> None:
         )
 
 
-def _steps(checkpoint: Path, quick: bool) -> list[Step]:
+def _steps(checkpoint: Path, quick: bool) -> list[DemoStep]:
     from tokenizers import Tokenizer
 
     tokenizer: Any = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
@@ -195,7 +195,7 @@ def _steps(checkpoint: Path, quick: bool) -> list[Step]:
 
 
 def _run(
-    stages: Stages, deployment: Deployment, result: RunResult, asked: list[Step], serving: _Serving | None
+    stages: Stages, deployment: Deployment, result: RunResult, asked: list[DemoStep], serving: _Serving | None
 ) -> RunResult:
     """Runs a deployment: start, all steps, metrics, `serving` if any, end."""
     start_s = time.monotonic()
@@ -220,7 +220,7 @@ def _run(
     return result
 
 
-def _ask(deployment: Deployment, step: Step, result: RunResult, note: Note) -> None:
+def _ask(deployment: Deployment, step: DemoStep, result: RunResult, note: Note) -> None:
     """Sends a step's requests at once and waits for all answers, watching the servers meanwhile."""
     counts = dict.fromkeys((request.name for request in step.requests), 0)
     start_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""One server of the demo, an engine or the proxy: its command line, and a life that ends whatever happens.
+"""One server of the demo, an engine or the proxy: its command line, start and guaranteed end.
 
 The server runs in a session of its own, so that Ctrl-C reaches the demo only, which then ends the server in
 order. `Server.stop` leaves neither a process nor a name in /dev/shm behind, and says if it had to help.
@@ -123,7 +123,7 @@ def proxy_command(port: int, prefill_ports: Sequence[int], decode_ports: Sequenc
 
 
 def environment(base: Mapping[str, str], temporary: Path) -> dict[str, str]:
-    """The server's environment: `base`, without what would change the demo, and offline.
+    """The server's environment: `base` without variables that would change the demo, and offline.
 
     `temporary` receives vLLM's sockets and scratch files.
     """
@@ -164,7 +164,7 @@ class Server:
 
     Args:
         command: absolute path of the program and its arguments. Start it from the main thread: the server
-            is told to end when the thread that started it does.
+            gets a SIGTERM when the thread that started it ends.
         log: file that takes its output, replaced; its folder is the server's working directory.
         port: of HOST, where /health answers when it is ready.
     """
@@ -217,7 +217,7 @@ class Server:
         self._look()
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        """The end of its log, without what nanobind prints at the end of every vLLM process."""
+        """The end of its log, without the lines that nanobind prints when a vLLM process ends."""
         text = self.log.read_text(encoding="utf-8", errors="replace")
         kept = [line for line in text.splitlines() if not line.startswith(_NOISE)]
         return "\n".join(kept[-lines:])

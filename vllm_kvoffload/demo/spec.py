@@ -10,13 +10,14 @@ from typing import Literal
 class CheckpointSpec:
     """Everything that determines a checkpoint's bytes. Sizes in elements, lengths in tokens.
 
-    `layer_pattern` has one letter per layer: F runs an indexer, S reuses the choice of the last F before
-    it. It is written to config.json under the key that `sharing_key` names. `model_type` "deepseek_v3" is
-    plain MLA: it has no indexer and no `index_topk`, and its pattern counts layers only.
+    `layer_pattern` has one letter per layer: F runs an indexer, S reuses the top-k indices of the last F
+    before it. It is written to config.json under the key that `sharing_key` names. `model_type` "deepseek_v3"
+    is plain MLA: it has no indexer and no `index_topk`, and its pattern counts layers only.
 
     `num_mtp_layers` layers that predict the token after the next one follow the pattern's. They make drafts
-    that are right now and then: for that the model's own layers are quieter than in a checkpoint without
-    MTP. With `mtp_index_share` an engine makes all drafts of a step with the choice of the first.
+    that are right now and then; for that, the outputs of the model's own layers are smaller than in a
+    checkpoint without MTP. With `mtp_index_share` an engine makes all drafts of a step with the first one's
+    top-k indices.
     """
 
     model_type: Literal["glm_moe_dsa", "deepseek_v32", "deepseek_v3"] = "glm_moe_dsa"

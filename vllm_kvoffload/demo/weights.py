@@ -1,19 +1,19 @@
 """Random weights with structure, for the demo checkpoints.
 
 Plain Gaussian weights would make a poor stand-in for a DSA model: attention over many rows averages to
-nothing, and the indexer would choose a fresh random set in every step. So
-- all embeddings share a *mean direction* m. What reaches a layer is a known multiple of m plus something
+nothing, and the indexer would select a fresh random set in every step. So
+- all embeddings share a *mean direction* m. A layer's input is a known multiple of m plus something
   random, which gives weight matrices a way to hold constants without biases;
 - the indexer's queries are mostly constant (made from m): the content of a token decides how interesting it
-  is, and the rotary part adds preferences for distances, so the choice drifts with the position. A smaller
-  share depends on the query token. Consecutive choices overlap like those of trained models;
+  is, and the rotary part adds preferences for distances, so the selection drifts with the position. A
+  smaller share depends on the query token. Consecutive selections overlap like those of trained models;
 - attention latents, MLPs and logits are blind to m, so that outputs depend on the context and not on a
-  constant; latents are also blind to what the indexer looks at.
+  constant; latents are also blind to the direction that the indexer reads.
 
-An MTP layer sees the next token's embedding, and what the model made of the tokens before it. Its attention
-is the first layer's, so that it knows as much of the next hidden state as that layer does; in a model with
-MTP layers everything after the first attention is `quiet`, which makes that part large enough for drafts to
-be right now and then.
+An MTP layer gets the next token's embedding and the model's hidden state of the tokens before it. Its
+attention is the first layer's, so that it knows as much of the next hidden state as that layer does; in a
+model with MTP layers all outputs after the first attention are scaled by `after_attention`, which makes that
+part large enough for drafts to be right now and then.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Scales:
     index_content: float = 0.25
     index_distance: float = 0.6
     norm_jitter: float = 0.1
-    quiet: float = 0.2  # factor on all outputs after the first attention, in models with MTP layers
-    mtp_hidden: float = 0.1  # what an MTP layer takes from the hidden state of the token before
+    after_attention: float = 0.2  # factor on all outputs after the first attention, in models with MTP layers
+    mtp_hidden: float = 0.1  # an MTP layer's gain on the hidden state of the token before
 
 
 class _Builder:
@@ -87,7 +87,7 @@ class _Builder:
         return weight
 
     def blind(self, name: str, *directions: Array) -> None:
-        """Remove from the rows of a weight what they see of `directions`, each [in] or [n, in]."""
+        """Remove from the rows of a weight their components along `directions`, each [in] or [n, in]."""
         basis, _ = np.linalg.qr(np.vstack(directions).astype(np.float64).T)
         weight = self.tensors[name]
         self.tensors[name] = (weight - (weight @ basis) @ basis.T).astype(np.float32)
@@ -131,13 +131,13 @@ def _mean_share(builder: _Builder, layer: int, after_attention: bool = False) ->
     blocks = layer * (0.6 + scales.mlp_output**2) + (0.6 if after_attention else 0.0)
     if builder.spec.num_mtp_layers:
         first = 0.6 if layer or after_attention else 0.0
-        blocks = first + (blocks - first) * scales.quiet**2
+        blocks = first + (blocks - first) * scales.after_attention**2
     return scales.mean_share / math.sqrt(1.0 + blocks)
 
 
 def _volume(builder: _Builder, first_attention: bool = False) -> float:
     """Factor on the output of an attention or MLP."""
-    return builder.scales.quiet if builder.spec.num_mtp_layers and not first_attention else 1.0
+    return builder.scales.after_attention if builder.spec.num_mtp_layers and not first_attention else 1.0
 
 
 def _layer(builder: _Builder, layer: int) -> None:
@@ -150,7 +150,7 @@ def _layer(builder: _Builder, layer: int) -> None:
         owner = spec.layer_pattern.rindex("F", 0, layer + 1)
         if owner == layer:
             _indexer(builder, prefix + "self_attn.", norm * builder.mean, _mean_share(builder, layer))
-        # else the chosen rows would resemble each other, and attention would give nearly the same every time
+        # else the selected rows would be alike, and attention would give nearly the same every time
         chosen_by = builder.tensors[f"model.layers.{owner}.self_attn.indexer.wk.weight"]
         builder.blind(prefix + "self_attn.kv_a_proj_with_mqa.weight", norm * builder.mean, chosen_by)
     _feed_forward(builder, layer)
@@ -272,7 +272,7 @@ def _rope_pairs(spec: CheckpointSpec) -> tuple[npt.NDArray[np.intp], npt.NDArray
 def _distance_profile(builder: _Builder, name: str) -> tuple[Array, Array]:
     """Amplitude [pairs] and phase [heads, pairs] of the constant rotary part.
 
-    Only wavelengths above 64 tokens take part (shorter ones would make the choice flicker). Every other
+    Only wavelengths above 64 tokens take part (shorter ones would make the selection flicker). Every other
     head has phase zero, that is a preference for recent tokens; the others prefer some distance of their
     own.
     """

@@ -34,7 +34,7 @@ QUICK = Scale(1500, 1800, 16, 1000, 4096, 20 << 20)
 
 
 @dataclass(frozen=True)
-class Step:
+class DemoStep:
     """Requests that are sent together; the next step waits for all of them."""
 
     key: str
@@ -47,7 +47,7 @@ class Step:
         return sum(request.max_tokens for request in self.requests)
 
 
-def steps(scale: Scale, encode: prompts.Encoder, decode: Callable[[list[int]], str]) -> list[Step]:
+def steps(scale: Scale, encode: prompts.Encoder, decode: Callable[[list[int]], str]) -> list[DemoStep]:
     """The demo's steps in order. `encode` and `decode` are the served model's tokenizer."""
 
     def essay(tokens: int, seed: int) -> str:
@@ -60,15 +60,15 @@ def steps(scale: Scale, encode: prompts.Encoder, decode: Callable[[list[int]], s
     )
     follow_up = f"{long}\n\n{prompts.QUESTIONS[1]}\n\n"
     return [
-        Step(SHORT, "a short question", (Request(SHORT, prompts.QUESTIONS[0], answer),)),
-        Step(LONG, "a long prompt, streamed", (Request(LONG, long, answer, stream=True),)),
-        Step(PAIR, "two long prompts at once, streamed", pair),
-        Step(
+        DemoStep(SHORT, "a short question", (Request(SHORT, prompts.QUESTIONS[0], answer),)),
+        DemoStep(LONG, "a long prompt, streamed", (Request(LONG, long, answer, stream=True),)),
+        DemoStep(PAIR, "two long prompts at once, streamed", pair),
+        DemoStep(
             CHAT,
             "a chat about the text",
             (Request(CHAT, prompts.chat(3, scale.chat_characters, seed=4), answer),),
         ),
-        Step(
+        DemoStep(
             AGAIN, "the first long prompt and a question", (Request(AGAIN, follow_up, answer, stream=True),)
         ),
     ]

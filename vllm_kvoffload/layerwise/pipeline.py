@@ -115,7 +115,7 @@ NO_ROWS = Rows.of([])
 
 
 @dataclass(frozen=True)
-class Step:
+class PipelineStep:
     """A step's copies. requests: names, indexed by the rows' owners. computed: new rows among `saves`."""
 
     requests: tuple[str, ...] = ()
@@ -145,7 +145,7 @@ class PipelineStats:
 
 
 @dataclass(frozen=True)
-class Limits:
+class PipelineLimits:
     """prefetch_layers: number of layers that loads may run ahead, the next layer included. max_runs,
     max_bytes: per call of the store, 0 for no limit. deadline_s: of a copy; reads_s: of remote reads."""
 
@@ -158,15 +158,15 @@ class Limits:
 
 @dataclass
 class _State:
-    """A step in progress, by position. wrong: the failed requests with invalid KV. hung: why its copies were
-    abandoned, "" if they were not."""
+    """A step in progress, by position. invalid: the failed requests with invalid KV. hung: why its copies
+    were abandoned, "" if they were not."""
 
     issued: int = 0
     loads: dict[int, Event] = field(default_factory=dict)
     opened: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     failed: dict[int, str] = field(default_factory=dict)
-    wrong: set[int] = field(default_factory=set)
+    invalid: set[int] = field(default_factory=set)
     hung: str = ""
 
 
@@ -184,10 +184,10 @@ class LayerPipeline:
         num_blocks: int,
         store: Store,
         runtime: Runtime,
-        limits: Limits,
+        limits: PipelineLimits,
     ) -> None:
         self.stats = PipelineStats()
-        self.wrong: set[str] = set()
+        self.invalid: set[str] = set()
         """The last step's failed requests whose computation is invalid."""
         self._plan, self._memory, self._store = plan, tuple(memory), store
         self._runtime, self._limits = runtime, limits
@@ -199,7 +199,7 @@ class LayerPipeline:
         ]
         self.gates = SlotGates(storages, [layer.index for layer in memory])
         self._guard: ReadGuard | None = None
-        self._step: Step = Step()
+        self._step: PipelineStep = PipelineStep()
         self._state = _State()
         self._stuck: list[Event] = []
 
@@ -211,29 +211,29 @@ class LayerPipeline:
 
     # ------------------------------------------------------------------------------------- the compute thread
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: PipelineStep) -> None:
         """Begins a step and issues its first loads."""
-        quiet = self._settle()
+        drained = self._settle()
         self._step, self._state = step, _State()
         self.gates.begin_step()
         self._count_needed(step)
-        if not quiet:
+        if not drained:
             self._state.hung = "a copy of an earlier step does not end"
             for number in range(len(step.requests)):
                 self.fail(number, self._state.hung)
         if step.requests:
             self._issue(0)
 
-    def fail(self, request: int, reason: str, wrong: bool = True) -> None:
+    def fail(self, request: int, reason: str, invalid: bool = True) -> None:
         """Marks a request as failed: its rows are no longer copied.
 
-        wrong: its computation is invalid, too; otherwise its rows are valid but not stored.
+        invalid: whether its KV is invalid; otherwise it is valid, but not stored.
         """
         if request not in self._state.failed:
             self._state.failed[request] = reason
             self.stats.failed_requests += 1
-        if wrong:
-            self._state.wrong.add(request)
+        if invalid:
+            self._state.invalid.add(request)
             self.give_up([self._step.requests[request]], reason)
 
     def give_up(self, requests: Sequence[str], reason: str) -> None:
@@ -311,8 +311,8 @@ class LayerPipeline:
                 self.layer_done(layer.index)
             self._join_end(self._state)
         failed = {self._step.requests[number]: why for number, why in self._state.failed.items()}
-        self.wrong = {self._step.requests[number] for number in self._state.wrong}
-        self._step = Step()
+        self.invalid = {self._step.requests[number] for number in self._state.invalid}
+        self._step = PipelineStep()
         return failed
 
     def _join_end(self, state: _State) -> None:
@@ -321,7 +321,7 @@ class LayerPipeline:
         # Draft passes may still run on a device; the next step's loads must not overlap with them.
         self._end("computing", self._runtime.current_stream().record("computation of a step"), state)
         if state.hung:
-            self._fail_owners(self._step.saves, state.hung, wrong=False)
+            self._fail_owners(self._step.saves, state.hung, invalid=False)
 
     def _end(self, what: str, event: Event, state: _State) -> None:
         try:
@@ -332,10 +332,10 @@ class LayerPipeline:
                 self._stuck.append(event)
                 self._hang(state, reason)
             self._saves.recover()
-            self._fail_owners(self._step.saves, reason, wrong=False)
+            self._fail_owners(self._step.saves, reason, invalid=False)
 
     @property
-    def quiet(self) -> bool:
+    def drained(self) -> bool:
         """Whether all abandoned copies have drained; their objects may be closed only then."""
         return not self._stuck
 
@@ -351,7 +351,7 @@ class LayerPipeline:
             self._stuck.remove(event)
         return True
 
-    def _count_needed(self, step: Step) -> None:
+    def _count_needed(self, step: PipelineStep) -> None:
         for position, layer in enumerate(self._memory):
             rows = step.shared_loads if self._plan.is_shared(position) else step.own_loads
             self.stats.needed_load_bytes += rows.num_rows * layer.row_bytes
@@ -387,10 +387,10 @@ class LayerPipeline:
                     self._guard.give_up([blocker.request], reason, False)
             else:
                 self._hang(state, reason)
-                self._fail_owners(self._step.saves, reason, wrong=False)
+                self._fail_owners(self._step.saves, reason, invalid=False)
         self.gates.occupy(position)
 
-    def _load(self, position: int, step: Step, state: _State) -> None:
+    def _load(self, position: int, step: PipelineStep, state: _State) -> None:
         if state is not self._state or state.hung:
             return  # belongs to an abandoned step
         self._acquire(position)
@@ -399,7 +399,7 @@ class LayerPipeline:
         rows = step.shared_loads if self._plan.is_shared(position) else step.own_loads
         self.stats.loaded_bytes += self._move(rows, position, "load", state)
 
-    def _save(self, position: int, computed: Event, step: Step, state: _State) -> None:
+    def _save(self, position: int, computed: Event, step: PipelineStep, state: _State) -> None:
         try:
             computed.wait(self._limits.deadline_s)
             self.gates.release(position, COMPUTE)
@@ -412,9 +412,9 @@ class LayerPipeline:
 
         A request that merely failed to be stored still loads its prefix: decode may use its computation.
         """
-        lost = state.wrong if direction == "load" else state.failed
-        if lost:
-            rows = rows.only(~np.isin(rows.owners, list(lost)))
+        excluded = state.invalid if direction == "load" else state.failed
+        if excluded:
+            rows = rows.only(~np.isin(rows.owners, list(excluded)))
         if not len(rows):
             return 0
         memory = self._memory[position]
@@ -428,7 +428,7 @@ class LayerPipeline:
                 moved += self._copy(rows.only(rows.owners == owner).spans(memory), direction)
             except StoreError as error:
                 reason = f"{direction} of layer {memory.index}: {error}"
-                self.fail(int(owner), reason, wrong=direction == "load")
+                self.fail(int(owner), reason, invalid=direction == "load")
         return moved
 
     def _copy(self, spans: CopySpans, direction: Direction) -> int:
@@ -436,9 +436,9 @@ class LayerPipeline:
             self._store.copy(piece, direction)
         return spans.total_bytes
 
-    def _fail_owners(self, rows: Rows, reason: str, wrong: bool = True) -> None:
+    def _fail_owners(self, rows: Rows, reason: str, invalid: bool = True) -> None:
         for owner in np.unique(rows.owners):
-            self.fail(int(owner), reason, wrong)
+            self.fail(int(owner), reason, invalid)
 
 
 def pieces(spans: CopySpans, max_runs: int, max_bytes: int) -> list[CopySpans]:

@@ -36,7 +36,7 @@ class OffloadCollector:
     def __init__(self, finder: StatsFinder, model_name: str) -> None:
         self._finder = finder
         self._model_name = model_name
-        self._quiet_until_s = time.monotonic()
+        self._next_warning_s = time.monotonic()
 
     def describe(self) -> Iterable[Metric]:
         """The series without samples; the registry checks their names when the collector is registered."""
@@ -67,8 +67,8 @@ class OffloadCollector:
 
     def _warn(self, reason: str) -> None:
         now = time.monotonic()
-        if now >= self._quiet_until_s:
-            self._quiet_until_s = now + WARN_EVERY_S
+        if now >= self._next_warning_s:
+            self._next_warning_s = now + WARN_EVERY_S
             logger.warning("KV offload: no metrics: %s", reason)
 
 

@@ -11,8 +11,8 @@ OFFLOAD = FieldSet(
     "offload",
     (
         Field("decode_steps", "counter", "Steps with at least one decoding request."),
-        Field("hits", "counter", "Chosen rows found in the hot pool, over all index groups."),
-        Field("misses", "counter", "Chosen rows fetched from the host pool, over all index groups."),
+        Field("hits", "counter", "Selected rows found in the hot pool, over all index groups."),
+        Field("misses", "counter", "Selected rows fetched from the host pool, over all index groups."),
         Field("new_rows", "counter", "Rows of tokens computed in the step that attended to them."),
         Field("displaced", "counter", "Rows that took a slot outside their own set."),
         Field("fetched_bytes", "counter", "Bytes of missing rows copied from the host pool."),
@@ -26,7 +26,7 @@ OFFLOAD = FieldSet(
         ),
         Field("host_pool_bytes", "gauge", "Size of the host pool that this worker has mapped."),
         Field("kv_blocks", "gauge", "KV blocks the scheduler can hand out."),
-        Field("live_rows", "gauge", "Requests that hold a row of the hot pool."),
+        Field("live_rows", "gauge", "Requests that hold a partition of the hot pools."),
     ),
 )
 
@@ -101,7 +101,7 @@ DECODE = FieldSet(
             "reason",
             [failure.value for failure in ReceiveFailure],
         ),
-        Field("receive_retries", "counter", "Transfers lost of requests that then waited for another."),
+        Field("receive_retries", "counter", "Failed transfers whose requests then waited for another one."),
         Field("pulled_bytes", "counter", "Bytes read from prefill."),
         *receive_seconds().fields("Seconds from the allocation of a request's blocks until it is received."),
         _PEERS,
@@ -127,7 +127,7 @@ STORE = FieldSet(
         Field("store_wait_us", "counter", "Microseconds that layers waited for their memory."),
         Field("store_pinned_objects", "gauge", "Objects of the store that running requests keep."),
         Field("layer_buffer_bytes", "gauge", "Device memory of the layers' buffers."),
-        Field("layer_buffer_bytes_unshared", "gauge", "What the same blocks would need if none was shared."),
+        Field("layer_buffer_bytes_unshared", "gauge", "Device bytes of the same blocks without sharing."),
     ),
 )
 

@@ -5,7 +5,7 @@ comparison with published behaviour only: 16 ways, ``fifo``, compact delivery, a
 and an install that replays the FIFO pointers. Per decode step and index group:
 
 1. the owner (full) layer calls :func:`plan` once;
-2. every layer serves its own rows, ``ops.dsa_serve_compact`` with ``out.kinds``;
+2. every layer gathers its own rows, ``ops.dsa_serve_compact`` with ``out.kinds``;
 3. every follower then installs: :func:`install_slots` with ``metadata_update=False`` and ``ops.dsa_install``
    with ``out.miss_positions``, ``out.miss_slots`` and ``out.miss_counts``; the owner does the same last, with
    ``metadata_update=True``. All replay the same pointers, so all get the same slots.
@@ -39,7 +39,7 @@ class ConformanceOut:
         actual: int32 [T], ids within reach before the first negative one.
         records: int32 [N, q, 8, C, 4], (set, id, query, position) of each chunk's old misses.
         record_counts: int32 [N, q, 8].
-        miss_positions, miss_slots: int32 [N, M], what to install where, as ``ops.dsa_install`` takes it.
+        miss_positions, miss_slots: int32 [N, M], positions and slots for ``ops.dsa_install``.
         miss_counts: int32 [N].
     """
 
@@ -91,7 +91,7 @@ def plan(
         topk: int32 [T, K].
         query_start_loc: int32 [N + 1], starts at 0.
         seq_lens: int32 [N], any value.
-        rows: int32 [N], negative: the request is skipped.
+        rows: int32 [N], the request's partition; negative: the request is skipped.
         residency: 16 ways, policy ``fifo``.
         id_range: ids from here on never hit, and are not installed.
         out: overwritten.
@@ -128,7 +128,7 @@ def install_slots(
     moves on by one. Records out of range are dropped, counts clamped.
 
     Args:
-        query_start_loc, rows: as for :func:`plan`. A row must not appear twice.
+        query_start_loc, rows: as for :func:`plan`. A partition must not appear twice.
         residency: tags and hands are committed if ``metadata_update``, else they stay as they are.
         id_range: ids from here on are dropped.
         out: ``records`` and ``record_counts`` are read, the ``miss_`` buffers overwritten.

@@ -1,4 +1,7 @@
-"""Calls into the compiled core. :mod:`vllm_kvoffload.ops.oracle` is the specification of each op."""
+"""Calls into the compiled core. :mod:`vllm_kvoffload.ops.oracle` is the specification of each op.
+
+The arguments ``rows`` are numbers of partitions of the hot pool, not of rows of KV.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,17 @@ def dsa_plan(
     """Determines, for one step of one index group, the slot of every top-k token and the tokens to fetch.
 
     Args:
-        topk: int32 [T, K], chosen token ids per query token, -1 anywhere for padding.
+        topk: int32 [T, K], top-k token ids per query token, -1 anywhere for padding.
         query_start_loc: int32 [N + 1], starts at 0; tokens past its end are padding and get slots of -1.
         seq_lens: int32 [N], tokens of the request including this step's.
-        rows: int32 [N], the request's row; negative: the request is skipped.
-        residency: updated in place. Its rows must not be planned by two threads at once.
+        rows: int32 [N], the request's partition; negative: the request is skipped.
+        residency: updated in place. No partition may be planned by two threads at once.
         out: overwritten; kinds and positions of misses too if it was made with ``compact=True``.
         workspace: scratch of the calling thread, reused from call to call.
 
     Raises:
-        ValueError: a wrong type, shape or range; a row used twice; more ids than a row has slots. State and
-            outputs are then as before.
+        ValueError: a wrong type, shape or range; a partition used twice; more ids than a partition has slots.
+            State and outputs are then as before.
     """
     _C.dsa_plan(topk, query_start_loc, seq_lens, rows, residency.handle, out.handle, workspace)
 
@@ -56,7 +59,7 @@ def dsa_serve(
         host: uint8 [num_blocks, block_size, row_bytes].
         hot: uint8 [R, P, row_bytes].
         block_table: int32 [at least N, B], host blocks of each request.
-        rows: int32 [N], negative: skip.
+        rows: int32 [N], the request's partition; negative: skip.
         miss_ids: int32 [at least N, M]; with ``miss_slots`` and ``miss_counts`` as the plan wrote them.
 
     Raises:
@@ -85,7 +88,7 @@ def dsa_serve_compact(
         host: uint8 [num_blocks, block_size, row_bytes].
         hot: uint8 [R, P, row_bytes].
         block_table: int32 [at least N, B], host blocks of each request.
-        rows: int32 [N], negative: skip.
+        rows: int32 [N], the request's partition; negative: skip.
         new_rows: uint8 [T, row_bytes], the step's new tokens.
         selection: uint8 [at least T, K, row_bytes]; its first T are overwritten, with zeros where no row is.
 
@@ -111,7 +114,7 @@ def dsa_install(
     Args:
         selection: uint8 [at least T, K, row_bytes], as ``dsa_serve_compact`` left it.
         query_start_loc: int32 [N + 1], starts at 0.
-        rows: int32 [N], negative: skip.
+        rows: int32 [N], the request's partition; negative: skip.
         miss_positions: int32 [at least N, M]; with ``miss_slots`` and ``miss_counts`` as the plan wrote them.
         hot: uint8 [R, P, row_bytes].
 
@@ -135,23 +138,23 @@ def gather_selection(
 ) -> int:
     """The baseline: one layer's top-k rows, reusing those of the previous step; returns the bytes fetched.
 
-    The order of a selection is arbitrary: ``status`` lists the id at each place. A row starts with a status
-    of -1 and lengths (the last entry) of 0.
+    The order of a selection is arbitrary: ``status`` lists the id at each place. A partition starts with a
+    status of -1 and lengths (the last entry) of 0.
 
     Args:
         topk: int32 [T, K], -1 anywhere for padding.
         query_start_loc: int32 [N + 1], starts at 0.
         seq_lens: int32 [N], tokens of the request including this step's.
-        rows: int32 [N], negative: skip.
+        rows: int32 [N], the request's partition; negative: skip.
         host: uint8 [num_blocks, block_size, row_bytes].
-        block_table: int32 [at least N, B], host blocks of each request; must cover every chosen id.
+        block_table: int32 [at least N, B], host blocks of each request; must cover every top-k id.
         new_rows: uint8 [T, row_bytes], the step's new tokens.
         selection: uint8 [R, Q, K, row_bytes], updated in place; Q: most query tokens of a request.
         status: int32 [R, Q, K + 1], updated in place: the id at each place, -1 behind them, their number.
         lengths: int32 [at least T], the number of ids of each query token's selection.
 
     Raises:
-        ValueError: a wrong type, shape or range; a row used twice. Nothing was written then.
+        ValueError: a wrong type, shape or range; a partition used twice. Nothing was written then.
     """
     return _C.gather_selection(
         topk, query_start_loc, seq_lens, rows, host, block_table, new_rows, selection, status, lengths
@@ -165,7 +168,7 @@ def gather_reuse(
 
     Args:
         status: int32 [R, Q, K + 1].
-        rows: int32 [N], negative: skip.
+        rows: int32 [N], the request's partition; negative: skip.
         query_start_loc: int32 [N + 1], starts at 0.
         lengths: int32 [T], 0 where there is no request.
 
@@ -180,9 +183,9 @@ def write_rows(hot: torch.Tensor, rows: torch.Tensor, new_rows: torch.Tensor, sl
 
     Args:
         hot: uint8 [R, P, row_bytes].
-        rows: int32 [T], the row of each token.
+        rows: int32 [T], the partition of each token's request.
         new_rows: uint8 [T, row_bytes].
-        slots: int32 [T], -1: skip (its row is then not looked at).
+        slots: int32 [T], -1: skip (its partition is then not looked at).
 
     Raises:
         ValueError: a wrong type, shape or range; nothing was written then.

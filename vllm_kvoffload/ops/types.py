@@ -1,6 +1,7 @@
 """State and output buffers of the plan.
 
-Symbols: R rows, P slots per row, W ways, S = P / W sets, T query tokens, N requests, K top-k width.
+Symbols: R partitions, one for each decoding request, P slots per partition, W ways, S = P / W sets, T query
+tokens, N requests, K top-k width.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Kind(IntEnum):
     The numbers are those of CANN's ``dsa_plan``.
     """
 
-    INVALID = 0  # -1: a token without a request or a request without a row; conformance mode: after a stop
+    INVALID = (
+        0  # -1: a token without a request or a request without a partition; conformance mode: after a stop
+    )
     POOL_HIT = 1  # slot of the hot pool
     OLD_MISS = 2  # id, to be fetched from the host pool
     DECODE_WINDOW = 3  # id, one of the step's new tokens
@@ -48,15 +51,15 @@ class Kind(IntEnum):
 
 
 class Residency:
-    """Assignment of tokens to the slots of each row, for one index group.
+    """Assignment of tokens to the slots of each partition, for one index group.
 
-    Slot number within a row: ``set * W + way``; a token id lives in set ``id & (S - 1)`` only.
+    Slot number within a partition: ``set * W + way``; a token id lives in set ``id & (S - 1)`` only.
 
     Attributes:
         tags: int32 [R, S, W], the token id in each slot, -1 when empty.
         ages: uint8 [R, S, W], the policy's bits of each slot.
         hands: uint8 [R, S], the policy's next way per set.
-        high: int32 [R], the seq_len of the row's last plan, 0 after a reset.
+        high: int32 [R], the seq_len of the partition's last plan, 0 after a reset.
         policy: its name, one of ``policies.POLICIES``.
 
     In device memory it serves the device's own kernels, which take the tensors; it then has no ``handle``.
@@ -78,26 +81,26 @@ class Residency:
     @classmethod
     def allocate(
         cls,
-        num_rows: int,
-        slots_per_row: int,
+        num_partitions: int,
+        slots_per_partition: int,
         ways: int = DEFAULT_WAYS,
         policy: str = DEFAULT_POLICY,
         device: torch.device | str = "cpu",
     ) -> Residency:
-        """An empty residency of ``num_rows`` rows of ``slots_per_row`` slots (W times a power of two)."""
+        """An empty residency. ``slots_per_partition`` must be W times a power of two."""
         if ways not in {16, 32}:
             raise ValueError(f"ways: must be 16 or 32, got {ways}")
-        sets = slots_per_row // ways
-        if sets < 1 or sets * ways != slots_per_row or sets & (sets - 1):
+        sets = slots_per_partition // ways
+        if sets < 1 or sets * ways != slots_per_partition or sets & (sets - 1):
             raise ValueError(
-                f"slots_per_row: must be {ways} times a power of two, got {slots_per_row}; "
+                f"slots_per_partition: must be {ways} times a power of two, got {slots_per_partition}; "
                 "change topk_buffer_size"
             )
         return cls(
-            torch.full((num_rows, sets, ways), -1, dtype=torch.int32, device=device),
-            torch.zeros((num_rows, sets, ways), dtype=torch.uint8, device=device),
-            torch.zeros((num_rows, sets), dtype=torch.uint8, device=device),
-            torch.zeros(num_rows, dtype=torch.int32, device=device),
+            torch.full((num_partitions, sets, ways), -1, dtype=torch.int32, device=device),
+            torch.zeros((num_partitions, sets, ways), dtype=torch.uint8, device=device),
+            torch.zeros((num_partitions, sets), dtype=torch.uint8, device=device),
+            torch.zeros(num_partitions, dtype=torch.int32, device=device),
             policy,
         )
 
@@ -107,7 +110,7 @@ class Residency:
         return _needed(self._handle, "residency")
 
     @property
-    def num_rows(self) -> int:
+    def num_partitions(self) -> int:
         return int(self.tags.shape[0])
 
     @property
@@ -119,7 +122,7 @@ class Residency:
         return int(self.tags.shape[2])
 
     @property
-    def slots_per_row(self) -> int:
+    def slots_per_partition(self) -> int:
         return self.num_sets * self.ways
 
     @property
@@ -127,12 +130,12 @@ class Residency:
         """Bytes of all four tensors."""
         return sum(int(tensor.nbytes) for tensor in (self.tags, self.ages, self.hands, self.high))
 
-    def reset_row(self, row: int) -> None:
-        """Clears one row for its next request. Raises ``IndexError`` if there is no such row."""
-        self.tags[row].fill_(-1)
-        self.ages[row].zero_()
-        self.hands[row].zero_()
-        self.high[row] = 0
+    def reset_partition(self, partition: int) -> None:
+        """Clears one partition for its next request. Raises ``IndexError`` if there is no such partition."""
+        self.tags[partition].fill_(-1)
+        self.ages[partition].zero_()
+        self.hands[partition].zero_()
+        self.high[partition] = 0
 
 
 class PlanOut:
@@ -143,7 +146,7 @@ class PlanOut:
     Attributes:
         slots: int32 [T, K], the slot of every top-k position; -1 for padding, negative or future ids.
         new_slots: int32 [T], the slot given to each of the step's new tokens; -1: none.
-        miss_ids: int32 [N, M], distinct ids to fetch, the first ``miss_counts[n]`` of row n.
+        miss_ids: int32 [N, M], distinct ids to fetch, the first ``miss_counts[n]`` of request n.
         miss_slots: int32 [N, M], the slot each of them goes to.
         miss_counts: int32 [N].
         stats: int64 [6], see ``STATS``; of the last call.

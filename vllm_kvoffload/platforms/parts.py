@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.log import get_logger
@@ -13,6 +16,7 @@ from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.capacity import CapacityPlan
 from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
 from vllm_kvoffload.sparse.manager import SparseKVManager
+from vllm_kvoffload.sparse.step import StepBatch
 from vllm_kvoffload.trace import TraceHeader, TraceRecorder
 
 if TYPE_CHECKING:
@@ -36,19 +40,101 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
-class WorkerOffload:
-    """One worker's offload. A platform's subclass creates the parts; :meth:`close` releases all of them."""
+@dataclass(frozen=True)
+class ForwardPass:
+    """A forward pass of the target or draft model, as derived from vLLM's attention metadata."""
+
+    batch: StepBatch
+
+
+PassT = TypeVar("PassT", bound=ForwardPass)
+
+
+class WorkerOffload(ABC, Generic[PassT]):
+    """One worker's offload. A platform's subclass creates the parts; :meth:`close` releases all of them.
+
+    The runner opens a pass around each forward pass of a model: :meth:`target_pass` and :meth:`draft_pass`
+    are the only places where the manager's steps and draft passes begin.
+    """
 
     manager: SparseKVManager
+    running: PassT | None = None
+    """The pass that is open. None between passes, and in dummy runs that have nothing to attend to."""
+    dummy = False
+    """Whether the current forward passes are dummy runs."""
+    _drafts_begun = 0
     _memory: Closable
     _runtime: Runtime
     _channel: StatsChannel
     _recorder: TraceRecorder | None
 
+    @abstractmethod
+    def describe(self, attn_metadata: Mapping[str, Any]) -> PassT:
+        """Derives a pass from vLLM's attention metadata by layer name; those of any layer will do."""
+
+    def describe_draft(self, context: Any, index: int) -> PassT:  # for platforms that need it
+        """Derives draft pass ``index`` from vLLM's forward context."""
+        return self.describe(context.attn_metadata)
+
+    @contextmanager
+    def target_pass(self, context: Any, req_ids: Sequence[str]) -> Iterator[None]:
+        """Begins a step; the target model's layers run inside.
+
+        Args:
+            context: vLLM's forward context. req_ids: the batch's request ids, in order.
+
+        Raises:
+            ValueError: the batch has more requests than ids. Otherwise as the manager's ``begin_step``.
+        """
+        made = self.describe(context.attn_metadata)
+        self.manager.begin_step(made.batch.named(req_ids[: made.batch.num_requests]))
+        self._drafts_begun = 0
+        with self._open(made):
+            yield
+
+    @contextmanager
+    def draft_pass(self, context: Any, req_ids: Sequence[str]) -> Iterator[None]:
+        """Begins the step's next draft pass; the draft model's layers run inside. See :meth:`target_pass`."""
+        index = self._drafts_begun
+        made = self.describe_draft(context, index)
+        self.manager.begin_draft(made.batch.named(req_ids[: made.batch.num_requests]), index)
+        self._drafts_begun = index + 1
+        with self._open(made):
+            yield
+
+    @contextmanager
+    def dummy_pass(self, context: Any) -> Iterator[None]:  # for platforms with graphs
+        """Wraps a dummy run of the target model that has attention metadata. It begins no step."""
+        yield
+
+    @contextmanager
+    def _open(self, made: PassT) -> Iterator[None]:
+        self.running = made
+        try:
+            yield
+        finally:
+            self.running = None
+
+    @contextmanager
+    def dummy_run(self) -> Iterator[None]:
+        """Wraps forward passes without real requests."""
+        self.dummy = True
+        try:
+            yield
+        finally:
+            self.dummy = False
+
+    def settle(self) -> None:
+        """Waits for device and ranks, which may still write to blocks that are about to be filled from
+        outside. Collective over the TP ranks."""
+        self._runtime.current_stream().synchronize()
+        self.manager.host_rows.join()
+        self.manager.host_rows.await_ranks()
+
     def publish(self) -> None:
         """Publishes the counters to vLLM's metrics."""
         manager = self.manager
-        self._channel.publish(manager.stats, live_rows=manager.rows.num_rows - manager.rows.num_free)
+        self._channel.publish(manager.stats, live_rows=manager.partitions.total - manager.partitions.num_free)
 
     def close(self) -> None:
         """Finishes outstanding work, stops the threads, frees the pool."""
@@ -62,10 +148,19 @@ class WorkerOffload:
 
 
 def open_segment(
-    layout: HostPoolLayout, config: SparseOffloadConfig, group: RankGroup, barrier: Callable[[], None] | None
+    layout: HostPoolLayout,
+    config: SparseOffloadConfig,
+    group: RankGroup,
+    barrier: Callable[[], None] | None,
+    *,
+    spread: bool = False,
 ) -> HostPool:
-    """Creates the TP ranks' pool as a shared-memory segment. Collective. barrier: None for one rank."""
-    pool = HostPool.create(layout, config.dram_bytes) if group.rank_in_group == 0 else None
+    """Creates the TP ranks' pool as a shared-memory segment. Collective.
+
+    barrier: None for one rank. spread: over the machine's NUMA nodes.
+    """
+    owner = group.rank_in_group == 0
+    pool = HostPool.create(layout, config.dram_bytes, spread=spread) if owner else None
     if barrier is None:
         assert pool is not None
         pool.seal()
@@ -101,18 +196,18 @@ def _mib(count: int) -> str:
     return f"{count / (1 << 20):.1f} MiB"
 
 
-def add_late_losses(output: Any) -> None:
-    """Adds the blocks lost in a step to its result, after a step that made drafts.
+def add_load_errors(output: Any) -> None:
+    """Adds the blocks that failed to load in a step to its result, after a step that made drafts.
 
-    In that case vLLM asks the connector for lost blocks before it ends the step, which is when they become
-    known: they would be reported with the next step, after a token that was computed from them.
+    After such a step, vLLM asks the connector for these blocks before it ends the connector's step, in which
+    they become known. They would be reported with the next step, after a token that was computed from them.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    told = getattr(output, "kv_connector_output", None)
-    if told is not None and has_kv_transfer_group():
-        late = get_kv_transfer_group().get_block_ids_with_load_errors()
-        told.invalid_block_ids = told.invalid_block_ids | late
+    reported = getattr(output, "kv_connector_output", None)
+    if reported is not None and has_kv_transfer_group():
+        failed = get_kv_transfer_group().get_block_ids_with_load_errors()
+        reported.invalid_block_ids = reported.invalid_block_ids | failed
 
 
 def open_recorder(

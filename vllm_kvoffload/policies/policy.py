@@ -1,4 +1,4 @@
-"""What a replacement policy of the hot pool's sets is made of."""
+"""Parameters of a replacement policy of the hot pool's sets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Policy:
 
     Attributes:
         name: as the option ``policy`` has it.
-        summary: what makes room in a set, in a few words.
+        summary: the rule for eviction, in a few words.
         age_bits: bits of state of each slot, its age; from 0 to 5.
         new_age: age of a row that was just placed.
         hit_lowers, hit_floor: a hit lowers a row's age by ``hit_lowers``, but not below ``hit_floor``; once

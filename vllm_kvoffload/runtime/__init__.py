@@ -15,11 +15,11 @@ from vllm_kvoffload.runtime.base import (
     TaskFailedError,
     WaitTimeoutError,
 )
-from vllm_kvoffload.runtime.cpu import CpuRuntime
+from vllm_kvoffload.runtime.cpu import CPURuntime
 from vllm_kvoffload.runtime.delay import DelayPlan
 
 __all__ = [
-    "CpuRuntime",
+    "CPURuntime",
     "DelayPlan",
     "Event",
     "Runtime",

@@ -90,7 +90,7 @@ class _Task:
 
 
 class _Record:
-    def __init__(self, event: CpuEvent) -> None:
+    def __init__(self, event: CPUEvent) -> None:
         self.event = event
         self.label = f"record {event.label!r}"
 
@@ -99,7 +99,7 @@ class _Record:
 
 
 class _WaitFor:
-    def __init__(self, event: CpuEvent, deadline_s: float) -> None:
+    def __init__(self, event: CPUEvent, deadline_s: float) -> None:
         self.event = event
         self.deadline_s = deadline_s
         self.label = f"wait for {event.describe()}"
@@ -152,7 +152,7 @@ class _Lane:
         if os.getpid() != self._pid:
             raise RuntimeClosedError(
                 f"stream {self.name!r} is of process {self._pid}, this is its forked child {os.getpid()}; "
-                "create a CpuRuntime in the child"
+                "create a CPURuntime in the child"
             )
 
     def put(self, item: _Item) -> None:
@@ -230,7 +230,7 @@ class _Lane:
             return item
 
 
-class CpuEvent:
+class CPUEvent:
     """A point of a CPU stream (see `base.Event`)."""
 
     def __init__(self, lane: _Lane, label: str) -> None:
@@ -282,10 +282,10 @@ class _CallerEvent:
             check_deadline(deadline_s)
 
 
-class CpuStream:
+class CPUStream:
     """A stream with a thread of its own (see `base.Stream`)."""
 
-    def __init__(self, runtime: CpuRuntime, lane: _Lane) -> None:
+    def __init__(self, runtime: CPURuntime, lane: _Lane) -> None:
         self._runtime = runtime  # keeps the thread alive while anyone holds the stream
         self._lane = lane
 
@@ -296,8 +296,8 @@ class CpuStream:
     def submit(self, fn: Callable[..., object], *args: Any, label: str | None = None) -> None:
         self._lane.put(_Task(fn, args, label or str(getattr(fn, "__qualname__", fn))))
 
-    def record(self, label: str | None = None) -> CpuEvent:
-        event = CpuEvent(self._lane, label or "unnamed")
+    def record(self, label: str | None = None) -> CPUEvent:
+        event = CPUEvent(self._lane, label or "unnamed")
         self._lane.put(_Record(event))
         return event
 
@@ -305,7 +305,7 @@ class CpuStream:
         deadline_s = self._lane.default_deadline_s if deadline_s is None else check_deadline(deadline_s)
         if isinstance(event, _CallerEvent):
             return
-        if not isinstance(event, CpuEvent) or event.lane.owner is not self._lane.owner:
+        if not isinstance(event, CPUEvent) or event.lane.owner is not self._lane.owner:
             raise ValueError(f"event {event.label!r} is not of the runtime of stream {self.name!r}")
         self._lane.put(_WaitFor(event, deadline_s))
 
@@ -345,7 +345,7 @@ class _CallerStream:
         pass
 
 
-class CpuRuntime:
+class CPURuntime:
     """Streams on threads (see `base.Runtime`). Also a context manager that shuts the runtime down.
 
     `delays`: random-delay mode; None reads KVOFFLOAD_RUNTIME_DELAY (`seed[:max_ms]`), unset means no delays.
@@ -377,7 +377,7 @@ class CpuRuntime:
         weakref.finalize(self, _close_lanes, self._lanes).atexit = False
         _live.add(self)
 
-    def stream(self, name: str) -> CpuStream:
+    def stream(self, name: str) -> CPUStream:
         """See `base.Runtime`.
 
         Raises RuntimeClosedError, ValueError for the reserved or an empty name, RuntimeFault above
@@ -396,7 +396,7 @@ class CpuRuntime:
                 self._lanes[name] = _Lane(
                     self._owner, name, self._max_pending, self._default_deadline_s, self._delays
                 )
-            return CpuStream(self, self._lanes[name])
+            return CPUStream(self, self._lanes[name])
 
     def current_stream(self) -> _CallerStream:
         return self._caller
@@ -406,7 +406,7 @@ class CpuRuntime:
         end = time.monotonic() + self._deadline(deadline_s)
         with self._lock:
             lanes = list(self._lanes.values())
-        events = [CpuStream(self, lane).record("synchronize") for lane in lanes]
+        events = [CPUStream(self, lane).record("synchronize") for lane in lanes]
         errors: list[RuntimeFault] = []
         for event in events:
             try:
@@ -426,18 +426,18 @@ class CpuRuntime:
         if any(lane.thread is threading.current_thread() for lane in lanes):
             raise RuntimeFault("shutdown called by a task of the runtime: it would wait for itself")
         _close_lanes(self._lanes)
-        late = _join(lanes, deadline_s)
-        if late:
-            state = "; ".join(lane.describe() for lane in late)
-            cancelled = sum(lane.cancel() for lane in late)
-            stuck = [lane.name for lane in _join(late, CANCEL_GRACE_S)]
+        unfinished = _join(lanes, deadline_s)
+        if unfinished:
+            state = "; ".join(lane.describe() for lane in unfinished)
+            cancelled = sum(lane.cancel() for lane in unfinished)
+            stuck = [lane.name for lane in _join(unfinished, CANCEL_GRACE_S)]
             state += f"; {cancelled} items cancelled, still running: {stuck or 'none'}"
             raise WaitTimeoutError("shutdown", deadline_s, state)
         for lane in lanes:
             if lane.failure is not None and not lane.failure.seen:
                 lane.failure.throw("shutdown")
 
-    def __enter__(self) -> CpuRuntime:
+    def __enter__(self) -> CPURuntime:
         return self
 
     def __exit__(
@@ -475,8 +475,8 @@ def _close_lanes(lanes: dict[str, _Lane]) -> None:
         lane.close()
 
 
-_conforms: type[Runtime] = CpuRuntime  # checked by mypy
-_live: weakref.WeakSet[CpuRuntime] = weakref.WeakSet()
+_conforms: type[Runtime] = CPURuntime  # checked by mypy
+_live: weakref.WeakSet[CPURuntime] = weakref.WeakSet()
 
 
 @atexit.register

@@ -20,13 +20,13 @@ from vllm_kvoffload.runtime.base import (
     WaitTimeoutError,
     check_deadline,
 )
-from vllm_kvoffload.runtime.cpu import CpuRuntime, CpuStream
+from vllm_kvoffload.runtime.cpu import CPURuntime, CPUStream
 
 POLL_S = 0.00005
 COMPUTE_STREAM = "compute"
 
 
-class NpuEvent:
+class NPUEvent:
     """A point of the compute stream (see `base.Event`)."""
 
     def __init__(self, npu: Any, device: int, event: Any, label: str, default_deadline_s: float) -> None:
@@ -63,10 +63,10 @@ class _ComputeStream:
     def submit(self, fn: Callable[..., object], *args: Any, label: str | None = None) -> None:  # noqa: ARG002
         fn(*args)
 
-    def record(self, label: str | None = None) -> NpuEvent:
+    def record(self, label: str | None = None) -> NPUEvent:
         event = self._npu.Event()
         event.record(self._npu.current_stream())
-        return NpuEvent(self._npu, self._device, event, label or "unnamed", self._default_deadline_s)
+        return NPUEvent(self._npu, self._device, event, label or "unnamed", self._default_deadline_s)
 
     def wait_event(self, event: Event, deadline_s: float | None = None) -> None:
         # On the host: a side stream's event is complete only after its thread has reached it.
@@ -84,11 +84,11 @@ def compute_stream(npu: Any, device: int, default_deadline_s: float = DEFAULT_DE
     return _ComputeStream(npu, device, default_deadline_s)
 
 
-class NpuStream:
+class NPUStream:
     """A thread with a device stream (see `base.Stream`)."""
 
     def __init__(
-        self, lane: CpuStream, npu: Any, device: int, stream: Any, default_deadline_s: float
+        self, lane: CPUStream, npu: Any, device: int, stream: Any, default_deadline_s: float
     ) -> None:
         self._lane = lane
         self._npu = npu
@@ -114,7 +114,7 @@ class NpuStream:
         return self._lane.record(label)
 
     def wait_event(self, event: Event, deadline_s: float | None = None) -> None:
-        if not isinstance(event, NpuEvent):
+        if not isinstance(event, NPUEvent):
             self._lane.wait_event(event, deadline_s)
             return
         limit_s = self._default_deadline_s if deadline_s is None else check_deadline(deadline_s)
@@ -158,10 +158,10 @@ class DeviceLane:
         """Blocks until all kernels are done. Raises WaitTimeoutError."""
         event = self._npu.Event()
         event.record(self._stream)
-        NpuEvent(self._npu, self._device, event, "lane", self._default_deadline_s).wait(deadline_s)
+        NPUEvent(self._npu, self._device, event, "lane", self._default_deadline_s).wait(deadline_s)
 
 
-class NpuRuntime:
+class NPURuntime:
     """Streams of one NPU (see `base.Runtime`).
 
     `npu`: torch.npu, or its substitute in tests. `device`: index of the streams' device. `threads`: the
@@ -172,24 +172,24 @@ class NpuRuntime:
         self,
         npu: Any,
         device: int,
-        threads: CpuRuntime | None = None,
+        threads: CPURuntime | None = None,
         default_deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> None:
         self._npu = npu
         self._device = device
-        self._threads = threads or CpuRuntime(default_deadline_s=default_deadline_s)
+        self._threads = threads or CPURuntime(default_deadline_s=default_deadline_s)
         self._default_deadline_s = check_deadline(default_deadline_s)
         self._compute = _ComputeStream(npu, device, default_deadline_s)
-        self._streams: dict[str, NpuStream] = {}
+        self._streams: dict[str, NPUStream] = {}
         self._lanes: list[DeviceLane] = []
 
-    def stream(self, name: str) -> NpuStream:
-        """See `base.Runtime`. Raises as `CpuRuntime.stream`; called by one thread."""
+    def stream(self, name: str) -> NPUStream:
+        """See `base.Runtime`. Raises as `CPURuntime.stream`; called by one thread."""
         known = self._streams.get(name)
         if known is None:
             lane = self._threads.stream(name)
             stream = self._npu.Stream()
-            known = NpuStream(lane, self._npu, self._device, stream, self._default_deadline_s)
+            known = NPUStream(lane, self._npu, self._device, stream, self._default_deadline_s)
             self._streams[name] = known
         return known
 
@@ -219,4 +219,4 @@ class NpuRuntime:
                 stack.callback(lane.synchronize, deadline_s)
 
 
-_conforms: type[Runtime] = NpuRuntime  # checked by mypy
+_conforms: type[Runtime] = NPURuntime  # checked by mypy

@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm_kvoffload.policies import DEFAULT_POLICY, POLICIES
 from vllm_kvoffload.settings.connectors import REMOTE_D2H
@@ -74,7 +74,7 @@ class SparseOffloadConfig:
 
     @property
     def num_sets(self) -> int:
-        """S, sets of a row: a power of two once `validate_sparse_offload` has accepted the options."""
+        """S, sets of a partition: a power of two once `validate_sparse_offload` has accepted the options."""
         return self.topk_buffer_size // self.ways
 
 
@@ -85,9 +85,10 @@ class EngineFacts:
     index_topk: of the text config, None for a model without a sparse indexer.
     kv_role: of the kv-transfer config, None for an engine without one (an aggregated engine).
     kv_cache_dtype: vLLM's `cache_dtype` string.
+    micro_batches: whether vLLM divides steps into micro-batches (DBO).
     num_kv_cache_groups: None while vLLM has not made them yet.
     draft_method: of the speculative config, None without one. kv_connector: its name, None without one.
-    scheduler_cls: the user's choice, None for vLLM's own.
+    scheduler_cls: as the user set it, None for vLLM's own.
     """
 
     index_topk: int | None
@@ -99,6 +100,7 @@ class EngineFacts:
     prefill_context_parallel_size: int = 1
     decode_context_parallel_size: int = 1
     dsa_context_parallel: bool = False
+    micro_batches: bool = False
     uses_v2_runner: bool = False
     kv_cache_dtype: str = "auto"
     kv_role: str | None = None
@@ -195,7 +197,7 @@ def validate_sparse_offload(config: SparseOffloadConfig, facts: EngineFacts) -> 
         return
     _check_model(facts)
     _check_role(facts)
-    _check_parallelism(facts)
+    check_parallelism(facts, SECTION)
     _check_engine(facts)
     check_hot_pool(config, facts)
 
@@ -242,13 +244,23 @@ def _check_role(facts: EngineFacts) -> None:
         raise ConfigError(key, True, rule, "set kv_role to kv_consumer, or drop --kv-transfer-config")
 
 
-def _check_parallelism(facts: EngineFacts) -> None:
+def check_parallelism(facts: EngineFacts, what: str) -> None:
+    """Rejects what divides layers, contexts or steps; what: section or connector. Raises ConfigError."""
     for option, size in facts.layer_and_context_parallelism:
         if size != 1:
             fix = f"set --{option.replace('_', '-')} 1 and use tensor or data parallelism"
-            raise ConfigError(option, size, f"must be 1 with {SECTION}", fix)
+            raise ConfigError(option, size, f"must be 1 with {what}", fix)
     if facts.dsa_context_parallel:
-        raise ConfigError("dsa_context_parallel", True, f"must be off with {SECTION}", "turn DSA-CP off")
+        fix = "set additional_config.enable_dsa_cp to false"
+        raise ConfigError("dsa_context_parallel", True, f"must be off with {what}", fix)
+    if facts.micro_batches:
+        refuse_micro_batches(what)
+
+
+def refuse_micro_batches(what: str) -> NoReturn:
+    """Raises ConfigError."""
+    rule = f"{what} follows a step's layers in one order, and micro-batches run them in turns"
+    raise ConfigError("enable_dbo", True, rule, "leave --enable-dbo and --ubatch-size out")
 
 
 def _check_engine(facts: EngineFacts) -> None:

@@ -12,16 +12,24 @@ from typing import Any
 from vllm_kvoffload.settings.connectors import EXTRA, REMOTE_D2H
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.hosts import HostList
-from vllm_kvoffload.settings.offload import SECTION, EngineFacts, SparseOffloadConfig
-from vllm_kvoffload.settings.values import check_bool, check_number, refuse_unknown_keys
+from vllm_kvoffload.settings.offload import (
+    SECTION,
+    EngineFacts,
+    SparseOffloadConfig,
+    check_parallelism,
+)
+from vllm_kvoffload.settings.values import check_bool, check_number, check_one_of, refuse_unknown_keys
 
 TRANSFER_BACKENDS = ("memfabric", "nixl")
+PROTOCOL = "memfabric_transfer_protocol"
+PROTOCOLS = ("sdma", "device_rdma", "device_urma")
+"""How MemFabric's reads go: over HCCS within A3's domain, over RoCE, and over UB (950 series)."""
 EXTERNAL_ID_SUFFIX = 9
 """vLLM appends "-" and 8 random characters to the id used by the front end and the proxy."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class RemoteD2HLimits:
     """Deadlines and budgets, in seconds. Only `lease_s` and `request_s` can be set; the others follow.
 
     lease_s: how long prefill keeps blocks without a heartbeat, and decode waits for a heartbeat's answer.
@@ -51,7 +59,7 @@ class Limits:
 
     @property
     def retry_s(self) -> float:
-        """Time for which a request that lost its transfer waits for another one."""
+        """Time for which a request whose transfer failed waits for another one."""
         return self.lease_s
 
 
@@ -61,6 +69,7 @@ class RemoteD2HConfig:
 
     metaserver_hosts: hosts that decode may post to. decode_hosts: hosts that prefill may connect to.
     control_key: 64 hex characters that both sides share; None leaves control messages readable.
+    protocol: of MemFabric's reads, the same on both sides.
     """
 
     transfer_backend: str
@@ -70,7 +79,8 @@ class RemoteD2HConfig:
     decode_hosts: HostList
     control_key: str | None = field(repr=False)
     use_layerwise: bool = True
-    limits: Limits = Limits()
+    limits: RemoteD2HLimits = RemoteD2HLimits()
+    protocol: str = PROTOCOLS[0]
 
 
 def parse_remote_d2h(
@@ -93,25 +103,26 @@ def parse_remote_d2h(
     if kv_role not in ("kv_producer", "kv_consumer"):
         rule = "an engine either prefills or decodes with this connector"
         raise ConfigError("kv_role", kv_role, rule, "set kv_producer for prefill, kv_consumer for decode")
-    defaults = Limits()
+    defaults = RemoteD2HLimits()
     return RemoteD2HConfig(
         transfer_backend=_backend(extra.get("transfer_backend"), device),
         producer=kv_role == "kv_producer",
         kv_port=kv_port,
         use_layerwise=_bool(extra, "use_layerwise", True),
-        limits=Limits(
+        limits=RemoteD2HLimits(
             lease_s=_seconds(extra, "lease_s", defaults.lease_s),
             request_s=_seconds(extra, "request_s", defaults.request_s),
         ),
         metaserver_hosts=_hosts(extra, "metaserver_hosts", configured),
         decode_hosts=_hosts(extra, "decode_hosts", configured),
         control_key=read_control_key(extra.get("control_key_file")),
+        protocol=_protocol(extra, device),
     )
 
 
 _KEYS = (
     "transfer_backend", "use_layerwise", "lease_s", "request_s", "metaserver_hosts", "decode_hosts",
-    "control_key_file",
+    "control_key_file", PROTOCOL,
 )  # fmt: skip
 
 
@@ -126,6 +137,15 @@ def _backend(value: object, device: str) -> str:
     if value != expected:
         raise ConfigError(key, value, f"does not work on {device}", f'set it to "{expected}"')
     return expected
+
+
+def _protocol(extra: Mapping[str, Any], device: str) -> str:
+    value, key = extra.get(PROTOCOL, PROTOCOLS[0]), f"{EXTRA}.{PROTOCOL}"
+    if device != "npu" and PROTOCOL in extra:
+        raise ConfigError(
+            key, value, f"does not work on {device}, where MemFabric isn't used", "leave it out"
+        )
+    return check_one_of(key, value, choices=PROTOCOLS, default=PROTOCOLS[0])
 
 
 def _bool(extra: Mapping[str, Any], key: str, default: bool) -> bool:
@@ -202,6 +222,8 @@ def validate_remote_d2h(options: RemoteD2HConfig, offload: SparseOffloadConfig, 
     if facts.index_topk is None:
         rule = "the model has no sparse attention indexer"
         raise ConfigError("kv_transfer_config.kv_connector", REMOTE_D2H, rule, "serve a DSA model")
+    # Ranks that hold some layers or some tokens only would each be refused by decode, when they meet.
+    check_parallelism(facts, REMOTE_D2H)
     if options.producer:
         return
     check_ports(options.kv_port, facts.data_parallel_size, facts.tensor_parallel_size)

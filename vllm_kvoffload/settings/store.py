@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from vllm_kvoffload.settings.connectors import EXTRA, STORE, ConnectorPart
 from vllm_kvoffload.settings.errors import ConfigError
-from vllm_kvoffload.settings.offload import EngineFacts
+from vllm_kvoffload.settings.offload import EngineFacts, check_parallelism
 from vllm_kvoffload.settings.values import (
     GIB,
     check_bool,
@@ -186,13 +186,11 @@ def validate_store(facts: EngineFacts, *, shares_buffers: bool) -> None:
     if facts.index_topk is None:
         rule = "the model has no sparse attention indexer"
         raise ConfigError("kv_transfer_config.kv_connector", STORE, rule, "serve a DSA model")
-    for name, size in facts.layer_and_context_parallelism:
-        if size != 1:
-            raise ConfigError(name, size, f"must be 1 with {STORE}", f"set --{name.replace('_', '-')} 1")
+    check_parallelism(facts, STORE)
     if shares_buffers and not facts.enforce_eager:
         rule = "layers that share buffers are loaded between kernels, which a compiled graph has no place for"
         fix = 'pass --enforce-eager, or set layerwise_independent_layers to "all"'
         raise ConfigError("enforce_eager", False, rule, fix)
     if facts.scheduler_cls not in (None, SCHEDULER):
-        rule = f"{STORE} needs a scheduler that drops what a step computed over lost KV"
+        rule = f"{STORE} needs a scheduler that drops tokens computed from KV that failed to load"
         raise ConfigError("scheduler_cls", facts.scheduler_cls, rule, "leave --scheduler-cls out")

@@ -35,7 +35,8 @@ class CapacityInputs:
     """All inputs of the formula.
 
     device_bytes: A, the device budget for all KV. dram_bytes: host memory for the main KV.
-    max_num_seqs: R, rows of the hot pools. topk_buffer_size: P, slots of a row. ways: W, slots of a set.
+    max_num_seqs: R, partitions of the hot pools. topk_buffer_size: P, slots of a partition. ways: W, slots of
+    a set.
     prefill_buffers: layer buffers of max_model_len tokens that prefill streams through; 0 with
         `keep_device_kv_cache`.
     keep_device: the whole main KV stays on the device as well (`keep_device_kv_cache`).
@@ -85,7 +86,7 @@ class CapacityInputs:
 
     @property
     def hot_bytes(self) -> int:
-        """The hot pools: R rows of P slots in each layer with a main KV cache."""
+        """The hot pools: R partitions of P slots in each layer with a main KV cache."""
         geometry = self.geometry
         return self.max_num_seqs * self.topk_buffer_size * geometry.main_row_bytes * geometry.num_layers
 
@@ -93,8 +94,8 @@ class CapacityInputs:
     def residency_bytes(self) -> int:
         """Tag and age of every slot, hand of every set, highest length of every row, for each index group."""
         sets = self.topk_buffer_size // self.ways
-        row = self.topk_buffer_size * (_TAG_BYTES + _AGE_BYTES) + sets * _HAND_BYTES + _HIGH_BYTES
-        return len(self.geometry.groups) * self.max_num_seqs * row
+        partition = self.topk_buffer_size * (_TAG_BYTES + _AGE_BYTES) + sets * _HAND_BYTES + _HIGH_BYTES
+        return len(self.geometry.groups) * self.max_num_seqs * partition
 
     @property
     def plan_bytes(self) -> int:
@@ -105,19 +106,19 @@ class CapacityInputs:
         """
         queries = 1 + self.geometry.num_speculative_tokens
         tokens = self.max_num_seqs * queries
-        choices = tokens * self.geometry.index_topk
+        topk_ids = tokens * self.geometry.index_topk
         if self.delivery == "in_place":
-            return self._own_plan_bytes(3 * choices, tokens)
-        selection = choices * self.geometry.main_row_bytes
+            return self._own_plan_bytes(3 * topk_ids, tokens)
+        selection = topk_ids * self.geometry.main_row_bytes
         if not self.published_plan:
-            return 2 * (self._own_plan_bytes(6 * choices, tokens) + selection)
+            return 2 * (self._own_plan_bytes(6 * topk_ids, tokens) + selection)
         chunk = -(-self.geometry.index_topk // _CHUNKS)
         records = tokens * _CHUNKS * chunk
-        entries = 2 * choices + tokens + 6 * records + tokens * _CHUNKS + self.max_num_seqs
+        entries = 2 * topk_ids + tokens + 6 * records + tokens * _CHUNKS + self.max_num_seqs
         return 2 * (_INDEX_BYTES * entries + selection)
 
-    def _own_plan_bytes(self, choices: int, tokens: int) -> int:
-        return _INDEX_BYTES * (choices + tokens + self.max_num_seqs) + _PLAN_STATS_BYTES
+    def _own_plan_bytes(self, ids: int, tokens: int) -> int:
+        return _INDEX_BYTES * (ids + tokens + self.max_num_seqs) + _PLAN_STATS_BYTES
 
     @property
     def staging_bytes(self) -> int:

@@ -20,7 +20,7 @@ from vllm_kvoffload.runtime.base import Event, join_events
 from vllm_kvoffload.sparse.delivery import DecodeParts, HostDelivery, count_plan
 from vllm_kvoffload.sparse.hot_pool import GroupPool
 from vllm_kvoffload.sparse.stats import OffloadStats
-from vllm_kvoffload.sparse.step import PoolChoice
+from vllm_kvoffload.sparse.step import PoolSlots
 from vllm_kvoffload.sparse.step_state import StepState
 
 STREAM = "install"
@@ -41,8 +41,9 @@ class Planner(Protocol):
     def reads_own_rows(self, step: StepState) -> bool:
         """Whether a miss may be a row written in this step."""
 
-    def commit(self, pool: GroupPool, step: StepState, rows: torch.Tensor) -> None:
-        """Called after the group's last install. ``rows``: int32 [N'], -1 for rows to leave unchanged."""
+    def commit(self, pool: GroupPool, step: StepState, partitions: torch.Tensor) -> None:
+        """Called after the group's last install. ``partitions``: int32 [N'], -1 where nothing is to
+        change."""
 
     def new_slots(self) -> torch.Tensor | None:
         """int32 [T], slots of the step's new tokens; None when they are not kept."""
@@ -65,7 +66,7 @@ class OwnPlanner:
             topk,
             step.decode_start_loc,
             step.decode_seq_lens,
-            step.decode_rows,
+            step.decode_partitions,
             pool.residency,
             self._out,
             self._workspace,
@@ -75,7 +76,7 @@ class OwnPlanner:
     def reads_own_rows(self, step: StepState) -> bool:  # noqa: ARG002
         return False
 
-    def commit(self, pool: GroupPool, step: StepState, rows: torch.Tensor) -> None:
+    def commit(self, pool: GroupPool, step: StepState, partitions: torch.Tensor) -> None:
         pass  # the plan has already updated the residency
 
     def new_slots(self) -> torch.Tensor | None:
@@ -102,33 +103,35 @@ class PublishedPlanner:
             topk,
             step.decode_start_loc,
             step.decode_seq_lens,
-            step.decode_rows,
+            step.decode_partitions,
             pool.residency,
             self._id_range,
             self._out,
         )
-        self._replay(pool, step, step.decode_rows, metadata_update=False)
+        self._replay(pool, step, step.decode_partitions, metadata_update=False)
         kinds, numbers = self.kinds[: len(topk)].unbind(-1)
-        slots = (numbers + step.token_rows.long().unsqueeze(1) * pool.residency.tags[0].numel())[
+        slots = (numbers + step.token_partitions.long().unsqueeze(1) * pool.residency.tags[0].numel())[
             kinds == ops.Kind.POOL_HIT
         ]
         stats.hits += np.unique(slots.numpy()).size  # each row counts once, as in the other plans
-        stats.misses += int(self.miss_counts[: len(step.decode_rows)].sum())
+        stats.misses += int(self.miss_counts[: len(step.decode_partitions)].sum())
 
     def reads_own_rows(self, step: StepState) -> bool:
         lengths = step.decode_start_loc.diff()
         return bool((step.decode_seq_lens == lengths).any())
 
-    def commit(self, pool: GroupPool, step: StepState, rows: torch.Tensor) -> None:
-        self._replay(pool, step, rows, metadata_update=True)
+    def commit(self, pool: GroupPool, step: StepState, partitions: torch.Tensor) -> None:
+        self._replay(pool, step, partitions, metadata_update=True)
 
     def new_slots(self) -> torch.Tensor | None:
         return None
 
-    def _replay(self, pool: GroupPool, step: StepState, rows: torch.Tensor, *, metadata_update: bool) -> None:
+    def _replay(
+        self, pool: GroupPool, step: StepState, partitions: torch.Tensor, *, metadata_update: bool
+    ) -> None:
         conformance.install_slots(
             step.decode_start_loc,
-            rows,
+            partitions,
             pool.residency,
             self._id_range,
             self._out,
@@ -160,14 +163,14 @@ class CompactDelivery(HostDelivery):
         published: bool,
     ) -> None:
         super().__init__(parts)
-        rows, topk = parts.rows.num_rows, geometry.index_topk
-        shape = (rows * max_query_len, rows, topk, max_query_len)
+        requests, topk = parts.partitions.total, geometry.index_topk
+        shape = (requests * max_query_len, requests, topk, max_query_len)
         self._planners: list[Planner] = [
             PublishedPlanner(*shape, max_model_len) if published else OwnPlanner(*shape)
             for _ in range(BUFFERS)
         ]
         self._selections = [
-            torch.zeros((rows * max_query_len, topk, geometry.main_row_bytes), dtype=torch.uint8)
+            torch.zeros((requests * max_query_len, topk, geometry.main_row_bytes), dtype=torch.uint8)
             for _ in range(BUFFERS)
         ]
         self._compute = parts.runtime.current_stream()
@@ -177,36 +180,36 @@ class CompactDelivery(HostDelivery):
         self._selection_user: list[int | None] = [None] * BUFFERS
         self._plan_number = self._selection_number = 0
 
-    def _plan(self, pool: GroupPool, chosen: torch.Tensor, step: StepState) -> PoolChoice:
+    def _plan(self, pool: GroupPool, topk: torch.Tensor, step: StepState) -> PoolSlots:
         self._plan_number = (self._plan_number + 1) % BUFFERS
         users = self._plan_users[self._plan_number]
         for layer in users:
             self._await(layer)
         users.clear()
         planner = self._planners[self._plan_number]
-        planner.plan(pool, chosen, step, self._parts.stats)
-        kinds = planner.kinds[: len(chosen), :, 0]
+        planner.plan(pool, topk, step, self._parts.stats)
+        kinds = planner.kinds[: len(topk), :, 0]
         found = (kinds >= ops.Kind.POOL_HIT) & (kinds <= ops.Kind.DECODE_WINDOW)
-        # A query token's row of the selection holds its top-k rows in the order of its top-k ids.
+        # The selection has a partition for each query token, with its rows in the order of its top-k ids.
         places = torch.arange(kinds.shape[1]).expand_as(kinds)
-        owners = torch.arange(len(chosen), dtype=torch.int32)
-        return PoolChoice(places.masked_fill(~found, -1), owners, kinds.shape[1])
+        partitions = torch.arange(len(topk), dtype=torch.int32)
+        return PoolSlots(places.masked_fill(~found, -1), partitions, kinds.shape[1])
 
     def _serve(self, layer: int, pool: GroupPool, new_rows: torch.Tensor, step: StepState) -> torch.Tensor:
-        planner, store = self._planners[self._plan_number], self._parts.store
-        if step.decode_late or planner.reads_own_rows(step):
-            store.await_layer(layer)
+        planner, host_rows = self._planners[self._plan_number], self._parts.host_rows
+        if step.decode_prefix_in_step or planner.reads_own_rows(step):
+            host_rows.await_layer(layer)
         self._await(layer)
-        fresh = store.row_ops.take(new_rows, step.decode_tokens)
+        fresh = host_rows.row_ops.take(new_rows, step.decode_tokens)
         selection = self._take_selection(layer)[: len(fresh)]
         self._parts.stats.fetched_bytes += ops.dsa_serve_compact(
             planner.kinds,
             step.decode_start_loc,
             step.decode_seq_lens,
-            store.layers[layer],
+            host_rows.layers[layer],
             self._parts.hot.layers[layer],
             step.decode_block_table,
-            step.decode_rows,
+            step.decode_partitions,
             fresh,
             selection,
         )
@@ -252,15 +255,21 @@ class CompactDelivery(HostDelivery):
         new_rows: torch.Tensor,
     ) -> None:
         hot, starts = self._parts.hot.layers[layer], step.decode_start_loc
-        rows = self._parts.rows.still_leased(step.decode_rows, step.leases)
+        partitions = self._parts.partitions.still_leased(step.decode_partitions, step.leases)
         ops.dsa_install(
-            selection, starts, rows, planner.miss_positions, planner.miss_slots, planner.miss_counts, hot
+            selection,
+            starts,
+            partitions,
+            planner.miss_positions,
+            planner.miss_slots,
+            planner.miss_counts,
+            hot,
         )
         slots = planner.new_slots()
         if slots is not None:
             slots = slots[: len(new_rows)]
-            if rows is not step.decode_rows:
-                slots = slots.masked_fill(rows.repeat_interleave(starts.diff()) < 0, -1)
-            ops.write_rows(hot, step.token_rows, new_rows, slots)
+            if partitions is not step.decode_partitions:
+                slots = slots.masked_fill(partitions.repeat_interleave(starts.diff()) < 0, -1)
+            ops.write_rows(hot, step.token_partitions, new_rows, slots)
         if layer == pool.group.layers[-1]:
-            planner.commit(pool, step, rows)
+            planner.commit(pool, step, partitions)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_kvoffload.memory.limits import MemoryLimit
+from vllm_kvoffload.memory.numa import interleaved
 from vllm_kvoffload.memory.segment import (
     SegmentMemoryError,
     SharedSegment,
@@ -130,10 +132,13 @@ class HostPool:
         self._segment = segment
 
     @classmethod
-    def create(cls, layout: HostPoolLayout, dram_limit_bytes: int | None = None) -> HostPool:
+    def create(
+        cls, layout: HostPoolLayout, dram_limit_bytes: int | None = None, *, spread: bool = False
+    ) -> HostPool:
         """Reserve the pool's memory and name it, after removing segments that killed processes left.
 
         `dram_limit_bytes`: from `dram_size_per_dp_GB`, compared with `layout.payload_bytes`.
+        `spread`: over the machine's NUMA nodes, as devices of all nodes read it.
         Raises SegmentMemoryError before or while reserving, SegmentFileError; nothing is left behind then.
         """
         if dram_limit_bytes is not None and layout.payload_bytes > dram_limit_bytes:
@@ -142,7 +147,8 @@ class HostPool:
                 layout.payload_bytes,
                 MemoryLimit("sparse_kv_offload_config.dram_size_per_dp_GB", dram_limit_bytes, fix),
             )
-        return cls(layout, SharedSegment.create(layout.total_bytes, _describe(layout)))
+        with interleaved() if spread else nullcontext():
+            return cls(layout, SharedSegment.create(layout.total_bytes, _describe(layout)))
 
     @classmethod
     def attach(cls, name: str, layout: HostPoolLayout) -> HostPool:

@@ -1,4 +1,4 @@
-"""The device side of sparse decode: hot rows of every layer and one residency per index group."""
+"""Device memory of sparse decode: a hot pool for every layer and one residency for every index group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class GroupPool:
 
     Attributes:
         group: the layers.
-        residency: maps tokens to slots, for each row.
+        residency: maps tokens to slots, for each partition.
     """
 
     group: IndexGroup
@@ -25,12 +25,12 @@ class GroupPool:
 
 
 class HotPool:
-    """Hot rows [R, P] of every layer, and the groups' residencies.
+    """The hot pools of all layers, [R, P] rows each, and the groups' residencies.
 
     Args:
         geometry: layers and groups.
-        num_rows: R, maximum number of concurrently decoding requests.
-        num_slots: P, slots of a row.
+        num_partitions: R, maximum number of concurrently decoding requests.
+        num_slots: P, slots of a partition.
         ways: W. policy: name of the replacement policy.
         row_ops: allocates rows; None for plain memory.
         device: holds the residencies; the plans run there.
@@ -40,7 +40,7 @@ class HotPool:
         self,
         geometry: KVGeometry,
         *,
-        num_rows: int,
+        num_partitions: int,
         num_slots: int,
         ways: int,
         policy: str,
@@ -49,11 +49,13 @@ class HotPool:
     ) -> None:
         self.num_slots = num_slots
         row_ops = row_ops or TensorRows(geometry.main_row_bytes)
-        self.layers: list[Rows] = [row_ops.zeros(num_rows, num_slots) for _ in range(geometry.num_layers)]
+        self.layers: list[Rows] = [
+            row_ops.zeros(num_partitions, num_slots) for _ in range(geometry.num_layers)
+        ]
         self._group_of = [geometry.group_of(layer).index for layer in range(geometry.num_layers)]
-        self._row_nbytes = geometry.num_layers * num_rows * num_slots * geometry.main_row_bytes
+        self._row_nbytes = geometry.num_layers * num_partitions * num_slots * geometry.main_row_bytes
         self.groups = [
-            GroupPool(group, ops.Residency.allocate(num_rows, num_slots, ways, policy, device))
+            GroupPool(group, ops.Residency.allocate(num_partitions, num_slots, ways, policy, device))
             for group in geometry.groups
         ]
 
@@ -61,16 +63,16 @@ class HotPool:
         """The pool of a layer's index group."""
         return self.groups[self._group_of[layer]]
 
-    def reset_row(self, row: int) -> None:
-        """Clears a row's residency in every group, so that its next owner starts cold."""
+    def reset_partition(self, partition: int) -> None:
+        """Clears a partition's residency in every group, so that its next owner starts cold."""
         for pool in self.groups:
-            pool.residency.reset_row(row)
+            pool.residency.reset_partition(partition)
 
-    def forget_beyond(self, row: int, length: int, layers: range) -> None:
-        """Clears a row's residency in the groups of ``layers`` that may hold positions >= ``length``."""
+    def forget_beyond(self, partition: int, length: int, layers: range) -> None:
+        """Clears a partition's residency in groups of ``layers`` that may hold positions >= ``length``."""
         for pool in self.groups:
-            if pool.group.owner in layers and pool.residency.high[row] > length:
-                pool.residency.reset_row(row)
+            if pool.group.owner in layers and pool.residency.high[partition] > length:
+                pool.residency.reset_partition(partition)
 
     @property
     def nbytes(self) -> int:

@@ -28,7 +28,7 @@ class OffloadedKV:
         self._manager = manager
         self._layer = layer
         self._device = device
-        self._row_ops = manager.store.row_ops
+        self._row_ops = manager.host_rows.row_ops
         self._new_rows: Rows = _NO_ROWS
 
     def append(self, rows: Rows, slot_mapping: torch.Tensor) -> None:
@@ -36,23 +36,25 @@ class OffloadedKV:
         if self._device is not None:
             self._device.append(rows, slot_mapping)
         if not self._manager.in_graph:  # in a graph the delivery does it
-            self._manager.store.write(self._layer, self._row_ops.as_bytes(rows), slot_mapping)
+            self._manager.host_rows.write(self._layer, self._row_ops.as_bytes(rows), slot_mapping)
 
     def parts(self, topk: torch.Tensor, batch: StepBatch) -> Iterator[AttendPart]:
         step = self._manager.step
         if step.decode.size:
             yield self._decode_part(topk, batch)
         for index, span in enumerate(step.prefill):
-            choice = topk[span.start : span.stop]
+            span_topk = topk[span.start : span.stop]
             tokens = torch.arange(span.start, span.stop)
             if self._device is not None:
                 tables = batch.block_table[span.request].expand(len(tokens), -1)
-                yield AttendPart(tokens, self._device.rows, physical_rows(choice, tables, batch.block_size))
+                yield AttendPart(
+                    tokens, self._device.rows, physical_rows(span_topk, tables, batch.block_size)
+                )
                 continue
             buffer, fresh = self._manager.prefill.open(self._layer, index), slice(span.start, span.stop)
             self._row_ops.place(buffer, span.computed, self._row_ops.as_bytes(self._new_rows), fresh)
             rows = self._row_ops.attended(buffer, self._new_rows)
-            yield AttendPart(tokens, rows, choice, length=span.length)
+            yield AttendPart(tokens, rows, span_topk, length=span.length)
             # Not in a `finally`: after a failed attention there is nothing to load ahead.
             self._manager.prefill.close()
         self._new_rows = _NO_ROWS  # a long prefill's rows of 78 layers would use up offload's savings

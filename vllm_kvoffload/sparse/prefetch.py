@@ -13,37 +13,47 @@ import torch
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.runtime.base import Event, Runtime, join_events
-from vllm_kvoffload.sparse.host_store import HostStore
+from vllm_kvoffload.sparse.host_rows import HostRows
 from vllm_kvoffload.sparse.hot_pool import HotPool
-from vllm_kvoffload.sparse.rows import RowTable
+from vllm_kvoffload.sparse.partitions import PartitionTable
 from vllm_kvoffload.sparse.step_state import StepState
 
 STREAM = "prefetch"
 
 
 def fetch_misses(
-    store: HostStore, hot: HotPool, layer: int, step: StepState, plan: ops.PlanOut, rows: torch.Tensor
+    host_rows: HostRows,
+    hot: HotPool,
+    layer: int,
+    step: StepState,
+    plan: ops.PlanOut,
+    partitions: torch.Tensor,
 ) -> int:
-    """Copies a plan's misses of one layer into their slots; returns the bytes. Skips negative rows."""
-    host, slots = store.layers[layer], hot.layers[layer]
-    return store.row_ops.serve(host, slots, step.decode_block_table, rows, plan)
+    """Copies a plan's misses of one layer into their slots; returns the bytes. Skips negative partitions."""
+    host, slots = host_rows.layers[layer], hot.layers[layer]
+    return host_rows.row_ops.serve(host, slots, step.decode_block_table, partitions, plan)
 
 
 class FollowerPrefetch:
     """The follower layers' fetches in flight.
 
     Args:
-        store: the host pool. hot: the target of the copies. rows: the row leases.
+        host_rows: the host pool. hot: the target of the copies. partitions: their leases.
         runtime: provides the prefetch stream.
         deadline_s: limit of every wait.
     """
 
     def __init__(
-        self, store: HostStore, hot: HotPool, rows: RowTable, runtime: Runtime, deadline_s: float
+        self,
+        host_rows: HostRows,
+        hot: HotPool,
+        partitions: PartitionTable,
+        runtime: Runtime,
+        deadline_s: float,
     ) -> None:
-        self._store = store
+        self._host_rows = host_rows
         self._hot = hot
-        self._rows = rows
+        self._partitions = partitions
         self._compute = runtime.current_stream()
         self._stream = runtime.stream(STREAM)
         self._deadline_s = deadline_s
@@ -83,5 +93,5 @@ class FollowerPrefetch:
         self._fetched.clear()
 
     def _fetch(self, layer: int, plan: ops.PlanOut, step: StepState) -> None:
-        rows = self._rows.still_leased(step.decode_rows, step.leases)
-        self._fetched[layer] = fetch_misses(self._store, self._hot, layer, step, plan, rows)
+        partitions = self._partitions.still_leased(step.decode_partitions, step.leases)
+        self._fetched[layer] = fetch_misses(self._host_rows, self._hot, layer, step, plan, partitions)

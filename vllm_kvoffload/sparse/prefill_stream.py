@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_kvoffload.runtime.base import Event, Runtime, TaskFailedError
-from vllm_kvoffload.sparse.host_store import HostStore
+from vllm_kvoffload.sparse.host_rows import HostRows
 from vllm_kvoffload.sparse.row_ops import Rows
 
 STREAM = "h2d"
@@ -28,29 +28,29 @@ class PrefillRequest:
     Attributes:
         computed: tokens of the prefix.
         blocks: int32 [B], its block table row.
-        late: part of the prefix is computed in this step.
+        prefix_in_step: whether another request computes part of the prefix in this step.
     """
 
     computed: int
     blocks: torch.Tensor
-    late: bool
+    prefix_in_step: bool
 
 
 class PrefillStream:
     """The buffers and their pipeline.
 
     Args:
-        store: the host pool.
+        host_rows: the host pool.
         runtime: provides the load stream.
         buffers: rows [max_tokens] each, on the device.
         deadline_s: limit of every wait.
     """
 
     def __init__(
-        self, store: HostStore, runtime: Runtime, buffers: Sequence[Rows], deadline_s: float
+        self, host_rows: HostRows, runtime: Runtime, buffers: Sequence[Rows], deadline_s: float
     ) -> None:
         self.bytes_loaded = 0
-        self._store = store
+        self._host_rows = host_rows
         self._compute = runtime.current_stream()
         self._stream = runtime.stream(STREAM)
         self._buffers = buffers
@@ -71,8 +71,8 @@ class PrefillStream:
         self._layers = layers
         self._next = 0
         if requests:
-            if any(request.computed and not request.late for request in requests):
-                self._store.await_ranks()  # the loads don't wait for the step's first collective
+            if any(request.computed and not request.prefix_in_step for request in requests):
+                self._host_rows.await_ranks()  # the loads don't wait for the step's first collective
             for job in range(min(len(self._buffers), self._num_jobs)):
                 self._prefetch(job)
 
@@ -97,16 +97,16 @@ class PrefillStream:
         """
         if not len(self._buffers):
             raise RuntimeError(
-                "a request came to be prefilled, but this engine has no prefill buffers: with KV transfer "
-                "configured it takes only requests whose KV arrives by transfer"
+                f"layer {layer} has a request to prefill, but this engine has no prefill buffers: it was "
+                "made with prefill_buffers=0, as with keep_device_kv_cache, where prefill reads the cache"
             )
         job = (layer - self._layers.start) * len(self._requests) + index
         if job != self._next:
             raise RuntimeError(
                 f"prefill job {job} (layer {layer}, request {index}) out of order: expected {self._next}"
             )
-        if self._requests[index].late:  # its rows are computed in this step
-            self._store.await_layer(layer)
+        if self._requests[index].prefix_in_step:  # its rows are computed in this step
+            self._host_rows.await_layer(layer)
             self._load(job)
         event = self._loaded.get(job)
         if event is not None:
@@ -124,14 +124,14 @@ class PrefillStream:
     @property
     def nbytes(self) -> int:
         """Device bytes of the buffers."""
-        return sum(len(buffer) * self._store.row_ops.row_bytes(buffer) for buffer in self._buffers)
+        return sum(len(buffer) * self._host_rows.row_ops.row_bytes(buffer) for buffer in self._buffers)
 
     @property
     def _num_jobs(self) -> int:
         return len(self._requests) * len(self._layers)
 
     def _prefetch(self, job: int) -> None:
-        if not self._requests[job % len(self._requests)].late:
+        if not self._requests[job % len(self._requests)].prefix_in_step:
             self._load(job)
 
     def _load(self, job: int) -> None:
@@ -141,7 +141,7 @@ class PrefillStream:
         if not request.computed:
             return
         target = self._buffers[job % len(self._buffers)]
-        source, row_ops = self._store.layers[layer], self._store.row_ops
+        source, row_ops = self._host_rows.layers[layer], self._host_rows.row_ops
         self._stream.wait_event(self._compute.record("the buffer's last use"))
         label = f"load layer {layer}"
         self._stream.submit(row_ops.host_read, source, request.blocks, request.computed, target, label=label)

@@ -1,4 +1,4 @@
-"""One engine step as the offload code sees it, and the rows that it passes to attention."""
+"""The batch of one engine step, and the rows of KV that attention reads in it."""
 
 from __future__ import annotations
 
@@ -57,23 +57,23 @@ class StepBatch:
 
 
 @dataclass(frozen=True)
-class PoolChoice:
+class PoolSlots:
     """Pool slots of the decoding query tokens' top-k indices, shared by all layers of an index group.
 
     Attributes:
-        slots: int [t, K] slot of every top-k index within the token's row of the pool, -1 for none.
-        pool_rows: int32 [t] the pool's row of each token.
-        row_slots: number of slots in a row of the pool.
+        slots: int [t, K] slot of every top-k index within the partition of the token's request, -1 for none.
+        partitions: int32 [t] partition of each token's request.
+        partition_slots: number of slots in a partition.
     """
 
     slots: torch.Tensor
-    pool_rows: torch.Tensor
-    row_slots: int
+    partitions: torch.Tensor
+    partition_slots: int
 
     @cached_property
     def flat(self) -> torch.Tensor:
         """int64 [t, K] the same slots, numbered in the flattened pool, -1 for none."""
-        first = self.pool_rows.long().unsqueeze(1) * self.row_slots
+        first = self.partitions.long().unsqueeze(1) * self.partition_slots
         return (self.slots + first).masked_fill_(self.slots < 0, -1)
 
 
@@ -84,19 +84,19 @@ class AttendPart:
     Attributes:
         tokens: int64 [t], query tokens of the step.
         rows: [N, D] key rows, or the platform's representation.
-        choice: int [t, K] row of every top-k index, -1 where there is none; or slots of a pool.
+        topk_rows: int [t, K] row of every top-k index, -1 where there is none; or its slot of a pool.
         length: length in tokens, if the rows are those of one request by position.
     """
 
     tokens: torch.Tensor
     rows: Rows
-    choice: torch.Tensor | PoolChoice
+    topk_rows: torch.Tensor | PoolSlots
     length: int = 0
 
     @property
     def indices(self) -> torch.Tensor:
         """int [t, K] flat row of every top-k index, -1 where there is none."""
-        return self.choice.flat if isinstance(self.choice, PoolChoice) else self.choice
+        return self.topk_rows.flat if isinstance(self.topk_rows, PoolSlots) else self.topk_rows
 
 
 class LayerKV(Protocol):

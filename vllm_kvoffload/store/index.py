@@ -151,14 +151,14 @@ class ObjectIndex:
 
     # ------------------------------------------------------------------------------------ clients and time
 
-    def drop(self, client: str, *, quiet: bool) -> None:
-        """Closes everything that a client has open. quiet: its copies are known to have drained.
+    def drop(self, client: str, *, drained: bool) -> None:
+        """Closes everything that a client has open. drained: its copies are known to have drained.
 
         Otherwise its reservations lapse, and its reads stay pinned until their leases end.
         """
         for handle in [handle for handle, opened in self._open.items() if opened.client == client]:
             opened = self._open[handle]
-            if not quiet:
+            if not drained:
                 if opened.writing:
                     self._lapse(opened)
             elif opened.writing:

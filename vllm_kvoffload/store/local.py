@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from vllm_kvoffload.log import QuietLog
+from vllm_kvoffload.log import RateLimitedLog
 from vllm_kvoffload.store.base import (
     CopySpans,
     Direction,
@@ -75,9 +75,9 @@ class LocalStore:
         self._instance = instance
         self._timeout_s = timeout_s
         self._maps = maps
-        self._log = QuietLog(__name__, subject="store")
+        self._log = RateLimitedLog(__name__, subject="store")
         self._lock = threading.Lock()
-        self._quiet = threading.Condition(self._lock)
+        self._drained = threading.Condition(self._lock)
         self._copying = 0
         self._session = 0
         self._reads, self._writes = OpenObjects(), OpenObjects()
@@ -176,18 +176,18 @@ class LocalStore:
         finally:
             with self._lock:
                 self._copying -= 1
-                self._quiet.notify_all()
+                self._drained.notify_all()
 
     def close(self) -> None:
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            quiet = self._quiet.wait_for(lambda: self._copying == 0, CLOSE_S)
+            drained = self._drained.wait_for(lambda: self._copying == 0, CLOSE_S)
             self._reads.clear()
             self._writes.clear()
         if self._index is not None:
-            self._index.close(quiet=quiet)
+            self._index.close(drained=drained)
         if self._service is not None:
             with _services_lock:
                 _services.pop(self._instance, None)
@@ -211,11 +211,11 @@ class LocalStore:
                     self._index = DirectIndex(service)
                 else:
                     self._index = RemoteIndex(
-                        self._instance, self._timeout_s, self._is_quiet, maps=self._maps
+                        self._instance, self._timeout_s, self._has_drained, maps=self._maps
                     )
             return self._index
 
-    def _is_quiet(self) -> bool:
+    def _has_drained(self) -> bool:
         with self._lock:
             return self._copying == 0
 

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_kvoffload.log import QuietLog, get_logger
+from vllm_kvoffload.log import RateLimitedLog, get_logger
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.store.base import (
     CopySpans,
@@ -115,7 +115,7 @@ class MemcacheStore:
         self._copies = copies
         self._timeout_s = timeout_s
         self._write_lease_s = write_lease_s
-        self._log = QuietLog(__name__, subject="store")
+        self._log = RateLimitedLog(__name__, subject="store")
         self._lock = threading.Lock()
         self._reads, self._writes = OpenObjects(), OpenObjects()
         self._regions: list[Region] = []

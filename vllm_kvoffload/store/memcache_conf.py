@@ -6,12 +6,12 @@ mmc-meta.conf configures the MetaService, mmc-local.conf every engine process. B
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_kvoffload.hostnames import HostError, canonical_host, ip_address
 from vllm_kvoffload.settings.errors import ConfigError
 
 META_FILE, LOCAL_FILE = "mmc-meta.conf", "mmc-local.conf"
@@ -29,7 +29,6 @@ _LOCAL_STORE_URL = "ock.mmc.local_service.config_store_url"
 _WORLD_SIZE = "ock.mmc.local_service.world_size"
 _PROTOCOL = "ock.mmc.local_service.protocol"
 _DRAM_SIZE = "ock.mmc.local_service.dram.size"
-_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _UNITS = {"": 1, "k": 1 << 10, "m": MIB, "g": GIB, "t": TIB}
 
 
@@ -128,7 +127,7 @@ def validate(cluster: Cluster) -> None:
         ("lease_ttl_ms", cluster.lease_ttl_ms, 1 << 31),
     ):
         if not 1 <= number <= high:
-            raise ConfigError(key, number, f"must be from 1 to {high}", "count what there is")
+            raise ConfigError(key, number, f"must be from 1 to {high}", "give the actual number")
     _check_endpoints(cluster)
     _check_protocol(cluster.protocol, cluster.nodes)
     _check_world_size(cluster.world_size or cluster.local_services, cluster.local_services)
@@ -149,20 +148,18 @@ def _check_endpoints(cluster: Cluster) -> None:
 
 
 def _check_host(key: str, host: str, *, several_nodes: bool) -> None:
+    address = ip_address(host)
+    if address is not None and address.is_unspecified:
+        rule = "engines connect to this address: it can't stand for all of a machine's"
+        raise ConfigError(key, host, rule, "give the address at which the other nodes reach it")
     try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        if len(host) > 253 or not re.fullmatch(rf"{_LABEL}(\.{_LABEL})*", host):
-            raise ConfigError(key, host, "must be a host name or an IP address", "name the machine") from None
-        local = host == "localhost"
-    else:
-        if getattr(address, "scope_id", None):
-            rule = "names an interface of one machine, which means nothing on the others"
-            raise ConfigError(key, host, rule, "give an address without %")
-        if address.is_unspecified:
-            rule = "engines connect to this address: it can't stand for all of a machine's"
-            raise ConfigError(key, host, rule, "give the address at which the other nodes reach it")
-        local = address.is_loopback
+        name = canonical_host(host)
+        if host.startswith("["):
+            raise HostError("an IPv6 address is given without brackets here")
+    except HostError as error:
+        rule = f"must be a host name or an IP address: {error}"
+        raise ConfigError(key, host, rule, "name the machine") from None
+    local = name == "localhost" if address is None else address.is_loopback
     if local and several_nodes:
         rule = "other nodes can't reach a loopback address"
         raise ConfigError(key, host, rule, "give the address at which the other nodes reach it")

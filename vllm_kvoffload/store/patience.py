@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from vllm_kvoffload.log import QuietLog, get_logger
+from vllm_kvoffload.log import RateLimitedLog, get_logger
 
 logger = get_logger(__name__)
 
@@ -124,7 +124,7 @@ class ServiceWatch:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._ended: set[int] = set()  # connections that have ended, but may not be closed yet
-        self._log = QuietLog(__name__, subject="store")
+        self._log = RateLimitedLog(__name__, subject="store")
         self.losses = 0
         self.failures = 0
         self.down = ""

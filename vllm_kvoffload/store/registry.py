@@ -45,8 +45,8 @@ def make_store(
         try:
             return LocalStore(instance, local_bytes, devices=devices)
         except SegmentError as error:
-            wrong = isinstance(error, SegmentFileError)
-            fix = "do as the message says" if wrong else "make it smaller, or free memory"
+            no_memory = not isinstance(error, SegmentFileError)
+            fix = "make it smaller, or free memory" if no_memory else "do as the message says"
             raise ConfigError("local_dram_size_GB", round(local_bytes / GIB, 6), str(error), fix) from error
     if backend == "memcache":
         from vllm_kvoffload.store.memcache import MemcacheStore

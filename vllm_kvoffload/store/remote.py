@@ -21,9 +21,9 @@ from vllm_kvoffload.store.wire import (
     PROTOCOL_VERSION,
     ConnectionLost,
     Goodbye,
-    Hello,
     Reply,
     Request,
+    StoreHello,
     peer_process,
     receive_body,
     receive_body_with_fd,
@@ -35,7 +35,7 @@ from vllm_kvoffload.store.wire import (
 RETRY_S = 0.2
 """Time for which calls fail immediately after a failed connection."""
 
-Quiet = Callable[[], bool]
+Drained = Callable[[], bool]
 """Called before reconnecting: returns whether all copies have drained."""
 
 
@@ -50,8 +50,8 @@ class IndexClient(Protocol):
     def memory(self) -> npt.NDArray[np.uint8]:
         """The pool, uint8 [pool_bytes], mapped into this process. Raises StoreUnavailableError."""
 
-    def close(self, *, quiet: bool) -> None:
-        """Closes the connection. quiet: this client's copies have drained. Idempotent."""
+    def close(self, *, drained: bool) -> None:
+        """Closes the connection. drained: this client's copies have drained. Idempotent."""
 
 
 class DirectIndex:
@@ -74,28 +74,29 @@ class DirectIndex:
         except SegmentError as error:
             raise StoreUnavailableError(f"local store: {error}") from error
 
-    def close(self, *, quiet: bool) -> None:
+    def close(self, *, drained: bool) -> None:
         # A running copy keeps its memory mapped; its unfinished writes lapse while the process lives.
-        if quiet:
+        if drained:
             try:
                 self._service.call(self._name, Goodbye())
             except StoreError:
                 return
         else:
-            self._service.lose(self._name, (os.getpid(), start_ticks(os.getpid())))
+            self._service.disconnected(self._name, (os.getpid(), start_ticks(os.getpid())))
 
 
 class RemoteIndex:
     """The index served by another process. Connects at the first call, and again after a loss.
 
     Args:
-        instance: of the store. timeout_s: of a call. quiet: see `Quiet`. maps: whether `memory` is needed.
+        instance: of the store. timeout_s: of a call. maps: whether `memory` is needed.
+        drained: whether this client's copies have drained.
     """
 
-    def __init__(self, instance: str, timeout_s: float, quiet: Quiet, *, maps: bool) -> None:
+    def __init__(self, instance: str, timeout_s: float, drained: Drained, *, maps: bool) -> None:
         self._instance = instance
         self._timeout_s = timeout_s
-        self._quiet = quiet
+        self._drained = drained
         self._maps = maps
         self._client = secrets.token_hex(16)
         self._lock = threading.Lock()
@@ -130,7 +131,7 @@ class RemoteIndex:
         assert segment is not None, "made without maps"
         return segment.data
 
-    def close(self, *, quiet: bool) -> None:
+    def close(self, *, drained: bool) -> None:
         try:
             with self._locked():
                 connection, self._connection, self._closed = self._connection, None, True
@@ -141,7 +142,7 @@ class RemoteIndex:
         if connection is None:
             return
         try:
-            if quiet:
+            if drained:
                 deadline = time.monotonic() + min(self._timeout_s, 1.0)
                 send_message(connection, Goodbye(), deadline)
                 receive_body(connection, deadline)
@@ -160,7 +161,7 @@ class RemoteIndex:
             raise StoreUnavailableError("local store: closed in this process")
         if time.monotonic() < self._retry_at:
             raise StoreUnavailableError(self._reason)
-        if not self._quiet():
+        if not self._drained():
             raise self._disconnect("lost its index, and a copy of before still runs")
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -177,7 +178,7 @@ class RemoteIndex:
         _, uid = peer_process(connection)
         if uid != os.geteuid():
             raise StoreUnavailableError(f"the socket belongs to user {uid}")
-        send_message(connection, Hello(PROTOCOL_VERSION, self._client), deadline)
+        send_message(connection, StoreHello(PROTOCOL_VERSION, self._client), deadline)
         body, fd = receive_body_with_fd(connection, deadline)
         try:
             reply = reply_decoder.decode(body)

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm_kvoffload.log import QuietLog, get_logger
+from vllm_kvoffload.log import RateLimitedLog, get_logger
 from vllm_kvoffload.memory.segment import SharedSegment, start_ticks
 from vllm_kvoffload.store.base import StoreError, WriteRefusal
 from vllm_kvoffload.store.index import Grant, IndexStats, ObjectIndex
@@ -31,12 +31,12 @@ from vllm_kvoffload.store.wire import (
     FinishWrite,
     Goodbye,
     Granted,
-    Hello,
     Lookup,
     OpenRead,
     OpenWrite,
     Reply,
     Request,
+    StoreHello,
     peer_process,
     receive_body,
     request_decoder,
@@ -77,7 +77,7 @@ class IndexService:
         self._lock = threading.Lock()
         self._serial = 0
         self._current: dict[str, str] = {}  # for each client, the name of its current connection in the index
-        self._lost: dict[str, Process] = {}  # connections that ended while their process may still copy
+        self._disconnected: dict[str, Process] = {}  # ended, but their process may still copy
         self._closed = False
 
     @property
@@ -97,9 +97,9 @@ class IndexService:
         """
         with self._lock:
             self._refuse_if_closed()
-            for name in {self._current.get(client, ""), *self._lost}:
+            for name in {self._current.get(client, ""), *self._disconnected}:
                 if name.partition(".")[0] == client:
-                    self._let_go(name)
+                    self._release(name)
             self._serial += 1
             name = self._current[client] = f"{client}.{self._serial}"
             return name
@@ -120,7 +120,7 @@ class IndexService:
         if isinstance(request, OpenRead):
             return Reply(grants=_granted(index.open_read(name, request.keys, now, request.lease_s)))
         if isinstance(request, OpenWrite):
-            self._bury()
+            self._release_dead()
             lease_s = self._write_lease_s
             return Reply(grants=_granted(index.open_write(name, request.keys, request.nbytes, now, lease_s)))
         if isinstance(request, FinishWrite):
@@ -128,36 +128,36 @@ class IndexService:
         if isinstance(request, CloseRead):
             index.close_read(name, request.handles)
         elif isinstance(request, Goodbye):
-            self._let_go(name)
+            self._release(name)
         else:
             raise StoreError("a connection says hello once")
         return Reply()
 
-    def lose(self, name: str, process: Process) -> None:
+    def disconnected(self, name: str, process: Process) -> None:
         """Called when a connection ends without a Goodbye."""
         with self._lock:
             client = name.partition(".")[0]
             if self._current.get(client) != name:
                 return
             del self._current[client]
-            self._index.drop(name, quiet=False)
+            self._index.drop(name, drained=False)
             if name in self._index.clients():
-                self._lost[name] = process
-            self._bury()
+                self._disconnected[name] = process
+            self._release_dead()
 
-    def _let_go(self, name: str) -> None:
-        self._index.drop(name, quiet=True)
-        self._lost.pop(name, None)
+    def _release(self, name: str) -> None:
+        self._index.drop(name, drained=True)
+        self._disconnected.pop(name, None)
         client = name.partition(".")[0]
         if self._current.get(client) == name:
             del self._current[client]
 
-    def _bury(self) -> None:
-        """Frees the open objects of lost clients whose processes are dead: only then have copies drained."""
-        left = self._index.clients() if self._lost else set()
-        for name, (pid, ticks) in list(self._lost.items()):
+    def _release_dead(self) -> None:
+        """Frees open objects of disconnected clients whose processes are dead: their copies have drained."""
+        left = self._index.clients() if self._disconnected else set()
+        for name, (pid, ticks) in list(self._disconnected.items()):
             if name not in left or ticks is None or start_ticks(pid) != ticks:
-                self._let_go(name)
+                self._release(name)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -204,7 +204,7 @@ class IndexServer:
                 "id and data parallel rank; give each its own, or end the other one"
             ) from error
         self._listener.listen(64)
-        self._log = QuietLog(__name__, subject="store")
+        self._log = RateLimitedLog(__name__, subject="store")
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._stopping = threading.Event()
@@ -276,12 +276,12 @@ class IndexServer:
             with contextlib.closing(connection):
                 with self._lock:
                     self._connections.pop(connection, None)
-                self._service.lose(name, process)
+                self._service.disconnected(name, process)
 
     def _greet(self, connection: socket.socket) -> str:
         hello = request_decoder.decode(receive_body(connection, time.monotonic() + HELLO_S))
         deadline = time.monotonic() + SEND_S
-        if not isinstance(hello, Hello) or hello.version != PROTOCOL_VERSION:
+        if not isinstance(hello, StoreHello) or hello.version != PROTOCOL_VERSION:
             text = f"expected protocol version {PROTOCOL_VERSION} of the local store, got {hello!r:.100}"
             send_message(connection, Reply(error=text), deadline)
             raise ConnectionLost(text)
@@ -290,7 +290,7 @@ class IndexServer:
         try:
             send_message(connection, reply, deadline, self._service.memory_fd)
         except ConnectionLost:
-            self._service.lose(name, (0, None))
+            self._service.disconnected(name, (0, None))
             raise
         return name
 

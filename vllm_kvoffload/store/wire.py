@@ -23,7 +23,7 @@ _LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+class StoreHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """First message of a connection. client: unique to each client object, kept on reconnection."""
 
     version: int
@@ -57,7 +57,7 @@ class FinishWrite(msgspec.Struct, frozen=True, array_like=True, tag="finish_writ
     ok: list[bool]
 
 
-Request = Hello | Goodbye | Lookup | OpenRead | CloseRead | OpenWrite | FinishWrite
+Request = StoreHello | Goodbye | Lookup | OpenRead | CloseRead | OpenWrite | FinishWrite
 
 
 class Granted(msgspec.Struct, frozen=True, array_like=True):
@@ -71,7 +71,7 @@ class Granted(msgspec.Struct, frozen=True, array_like=True):
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
     """Answer to a request. error: "" unless rejected. run: of a lookup. grants: of openings; a string is a
-    WriteRefusal's value. pool_bytes: of the memory whose descriptor comes with the answer to Hello."""
+    WriteRefusal's value. pool_bytes: of the memory whose descriptor comes with the answer to StoreHello."""
 
     error: str = ""
     run: int = 0

@@ -15,13 +15,13 @@ worst a partial last record, before which readers stop. Kinds:
   the T query tokens its number of *new* ids; then those ids token by token, ascending, the first as it is
   and each later one as the difference to its predecessor.
   A token's ids are compared with those of the *same request's previous query token* in that group (an empty
-  set at first). For each id of that set, ascending, one bit tells whether the token chose it again (most
-  significant bit first, all tokens in one string); its other ids are the new ones.
-- 3 ``DROPPED``: u64, number of record calls lost here because the writer couldn't keep up.
+  set at first). For each id of that set, ascending, one bit tells whether it is among the token's ids again
+  (most significant bit first, all tokens in one string); its other ids are the new ones.
+- 3 ``DROPPED``: u64, number of record calls dropped here because the writer couldn't keep up.
 - 4 ``END``: u64 steps written, u64 dropped. A file without it was not closed.
 
 The file keeps the *set* of ids of a query token, without order, duplicates and padding. `step` counts the
-record calls of that group from 0, lost ones included.
+record calls of that group from 0, dropped ones included.
 
 A decoding model repeats six or seven of ten ids. In the trace suite an id costs 0.40 to 0.86 bytes (0.56 and
 0.67 for the two published models), compared with 4 in memory and 1.08 with differences alone.

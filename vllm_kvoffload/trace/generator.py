@@ -1,8 +1,8 @@
 """Synthetic indexers: streams of top-k ids with the hit rates published for real models.
 
 Real top-k traces are not public. A token's score here is the sum of a constant Gumbel variate (some tokens
-matter throughout), an AR(1) process (relevance drifts) and white noise. The K best tokens are chosen, and the
-most recent tokens always.
+matter throughout), an AR(1) process (relevance drifts) and white noise. The top-k indices are the K best
+tokens, and always include the most recent ones.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_kvoffload.trace.format import Ids
-from vllm_kvoffload.trace.streams import Stream, StreamStep
+from vllm_kvoffload.trace.streams import StreamStep, TopkStream
 
 Misses: TypeAlias = npt.NDArray[np.int64]
 Slots: TypeAlias = npt.NDArray[np.intp]
@@ -30,7 +30,7 @@ class FullyAssociative:
         stream: the requests to come.
     """
 
-    def __init__(self, slots: int, stream: Stream) -> None:
+    def __init__(self, slots: int, stream: TopkStream) -> None:
         self._id_of: Ids = np.full(slots, -1, np.int32)
         self._slot_of: Ids = np.full(stream.length + 1, -1, np.int32)
         self._keys = np.full(slots, FIRST)
@@ -84,7 +84,7 @@ class FullyAssociative:
         return np.argpartition(keys, count - 1)[:count]
 
 
-class Lru(FullyAssociative):
+class LRU(FullyAssociative):
     """Exact LRU; within a step, ids requested earlier are older."""
 
     def on_hits(self, slots: Slots, keys: npt.NDArray[np.float64]) -> None:
@@ -98,7 +98,7 @@ class Fifo(FullyAssociative):
 class Random(FullyAssociative):
     """Evicts a random unneeded slot; uses empty slots first, like the other policies."""
 
-    def __init__(self, slots: int, stream: Stream) -> None:
+    def __init__(self, slots: int, stream: TopkStream) -> None:
         super().__init__(slots, stream)
         self._rng = np.random.default_rng(0)
 
@@ -115,7 +115,7 @@ class Belady(FullyAssociative):
     reproduces the published Belady figures.
     """
 
-    def __init__(self, slots: int, stream: Stream) -> None:
+    def __init__(self, slots: int, stream: TopkStream) -> None:
         super().__init__(slots, stream)
         self._next_use = _next_uses(stream)
 
@@ -127,7 +127,7 @@ class Belady(FullyAssociative):
         self._keys[slots] = keys
 
 
-def _next_uses(stream: Stream) -> list[npt.NDArray[np.float64]]:
+def _next_uses(stream: TopkStream) -> list[npt.NDArray[np.float64]]:
     """For each step's old and new ids: the number of the next step that requests the id as an old one."""
     following = np.full(stream.length + 1, NEVER, np.float64)
     found = []
@@ -145,7 +145,7 @@ class Sieve(FullyAssociative):
     the step needs, which keep their bits.
     """
 
-    def __init__(self, slots: int, stream: Stream) -> None:
+    def __init__(self, slots: int, stream: TopkStream) -> None:
         super().__init__(slots, stream)
         self._visited = np.zeros(slots, np.bool_)
         self._queue: Slots = np.empty(0, np.intp)  # occupied slots, oldest first
@@ -196,7 +196,7 @@ class Sieve(FullyAssociative):
 class PreviousStep:
     """Keeps only the ids of the previous step. Has no size."""
 
-    def __init__(self, slots: int, stream: Stream) -> None:
+    def __init__(self, slots: int, stream: TopkStream) -> None:
         del slots
         self._chosen = np.zeros(stream.length + 1, np.bool_)
         self._before: Ids = np.empty(0, np.int32)
@@ -220,7 +220,7 @@ class SetFifo:
 
     WAYS = 16
 
-    def __init__(self, slots: int, stream: Stream) -> None:
+    def __init__(self, slots: int, stream: TopkStream) -> None:
         del stream
         self._sets = slots // self.WAYS
         self._tags: Ids = np.full((self._sets, self.WAYS), -1, np.int32)
@@ -245,7 +245,7 @@ class SetFifo:
 Reference: TypeAlias = type[FullyAssociative] | type[PreviousStep] | type[SetFifo]
 REFERENCES: Mapping[str, Reference] = {
     "previous": PreviousStep,
-    "lru": Lru,
+    "lru": LRU,
     "fifo_full": Fifo,
     "random": Random,
     "sieve": Sieve,
@@ -254,7 +254,7 @@ REFERENCES: Mapping[str, Reference] = {
 }
 
 
-def reference_misses(name: str, stream: Stream, slots: int) -> Misses:
+def reference_misses(name: str, stream: TopkStream, slots: int) -> Misses:
     """Misses of each step, int64 [steps]. Raises KeyError for an unknown policy."""
     policy = REFERENCES[name](slots, stream)
     plan: Callable[[int, StreamStep], int] = policy.plan

@@ -44,7 +44,7 @@ class RequestStep:
 
 @dataclass(frozen=True)
 class TraceStep:
-    """One step of one index group; ``step`` counts per group, lost steps included."""
+    """One step of one index group; ``step`` counts per group, dropped steps included."""
 
     group: int
     step: int
@@ -57,7 +57,7 @@ class TraceReader:
     Attributes, the last three of the last complete pass:
         header: the trace's description.
         file_bytes: its size.
-        dropped: record calls lost by the recorder.
+        dropped: record calls dropped by the recorder.
         closed: False if the trace has no end record: its process is still writing, died, or had to stop.
         damaged_at: None, or the offset of the first byte that is not part of a complete record.
 

@@ -67,7 +67,7 @@ class TraceRecorder:
     def open(cls, path: str | Path, header: TraceHeader, *, queue_bytes: int = QUEUE_BYTES) -> TraceRecorder:
         """Makes a recorder with a new file. Raises TraceError if the file exists or can't be created."""
         recorder = cls(TraceWriter(path, header), queue_bytes)
-        logger.info("Recording the indexers' choices in %s", path)
+        logger.info("Recording the indexers' top-k indices in %s", path)
         return recorder
 
     @property
@@ -150,14 +150,16 @@ class TraceRecorder:
 
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
+            written = False
             if not self._failed:
                 try:
                     self._write(call)
+                    written = True
                 except Exception as error:
                     self._fail(error)
             with self._lock:
                 self._waiting_bytes -= call.topk.nbytes
-                self._dropped += self._failed
+                self._dropped += not written
             self._spares.append(call.memory)
         if self._failed:
             self._writer.abandon()

@@ -15,7 +15,7 @@ import numpy as np
 
 from vllm_kvoffload.policies import POLICIES
 from vllm_kvoffload.trace.policies import REFERENCES, Misses, reference_misses
-from vllm_kvoffload.trace.streams import Stream
+from vllm_kvoffload.trace.streams import TopkStream
 
 POOLS = (4096, 8192, 16384)
 UNSIZED = ("previous",)  # policies that have no pool
@@ -33,9 +33,9 @@ class PlanPolicy:
         return f"{self.policy}/{self.ways}"
 
 
-PolicyChoice: TypeAlias = PlanPolicy | str  # a string names one of policies.REFERENCES
+SimulatedPolicy: TypeAlias = PlanPolicy | str  # a string names one of policies.REFERENCES
 PLANS = tuple(PlanPolicy(policy, ways) for ways in (16, 32) for policy in POLICIES)
-ALL_POLICIES: tuple[PolicyChoice, ...] = (*PLANS, *REFERENCES)
+ALL_POLICIES: tuple[SimulatedPolicy, ...] = (*PLANS, *REFERENCES)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Result:
 
     slots: P; 0 for a policy without a size.
     steps: request steps counted.
-    old_ids: distinct old ids they asked for.
+    old_ids: distinct old ids in those steps.
     """
 
     trace: str
@@ -56,7 +56,7 @@ class Result:
 
     @property
     def hit_percent(self) -> float:
-        """100 when nothing was asked for."""
+        """100 when no old id was requested."""
         return 100 * (1 - self.misses / self.old_ids) if self.old_ids else 100.0
 
     @property
@@ -72,34 +72,34 @@ class Result:
         return cls(**{name: values[name] for name in cls.__dataclass_fields__})
 
 
-def parse_policy(name: str) -> PolicyChoice:
+def parse_policy(name: str) -> SimulatedPolicy:
     """``rrip/16``, or a reference policy's name. Raises ValueError for any other."""
-    for choice in ALL_POLICIES:
-        if name == policy_name(choice):
-            return choice
+    for policy in ALL_POLICIES:
+        if name == policy_name(policy):
+            return policy
     raise ValueError(f"no policy {name!r}; there are {', '.join(map(policy_name, ALL_POLICIES))}")
 
 
-def policy_name(choice: PolicyChoice) -> str:
-    return choice if isinstance(choice, str) else choice.name
+def policy_name(policy: SimulatedPolicy) -> str:
+    return policy if isinstance(policy, str) else policy.name
 
 
-def fits(choice: PolicyChoice, slots: int, streams: Iterable[Stream], topk: int) -> bool:
+def fits(policy: SimulatedPolicy, slots: int, streams: Iterable[TopkStream], topk: int) -> bool:
     """Whether the pool can hold every step (I-4), as the product's start-up check requires."""
-    if choice in UNSIZED:
+    if policy in UNSIZED:
         return True
-    sets = slots // choice.ways if isinstance(choice, PlanPolicy) else slots // 16
+    sets = slots // policy.ways if isinstance(policy, PlanPolicy) else slots // 16
     whole = sets > 0 and sets & (sets - 1) == 0
     return whole and all(slots >= stream.max_query_len * topk for stream in streams)
 
 
-def plan_misses(choice: PlanPolicy, stream: Stream, slots: int, topk: int) -> Misses:
+def plan_misses(policy: PlanPolicy, stream: TopkStream, slots: int, topk: int) -> Misses:
     """Misses of each step of the compiled plan, int64 [steps]."""
     import torch
 
     from vllm_kvoffload import ops
 
-    residency = ops.Residency.allocate(1, slots, ways=choice.ways, policy=choice.policy)
+    residency = ops.Residency.allocate(1, slots, ways=policy.ways, policy=policy.policy)
     query_len = stream.max_query_len
     out = ops.PlanOut(query_len, 1, topk, query_len)
     workspace = ops.Workspace()
@@ -109,8 +109,8 @@ def plan_misses(choice: PlanPolicy, stream: Stream, slots: int, topk: int) -> Mi
     misses = np.empty(len(stream.steps), np.int64)
     for index, step in enumerate(stream.steps):
         ids.fill_(-1)
-        for token, chosen in enumerate(step.tokens):
-            ids.numpy()[token, : len(chosen)] = chosen
+        for token, token_ids in enumerate(step.tokens):
+            ids.numpy()[token, : len(token_ids)] = token_ids
         starts[1] = len(step.tokens)
         lengths[0] = step.seq_len
         ops.dsa_plan(ids[: len(step.tokens)], starts, lengths, rows, residency, out, workspace)
@@ -120,10 +120,10 @@ def plan_misses(choice: PlanPolicy, stream: Stream, slots: int, topk: int) -> Mi
 
 def simulate(
     trace: str,
-    streams: Sequence[Stream],
+    streams: Sequence[TopkStream],
     topk: int,
     *,
-    policies: Sequence[PolicyChoice] = ALL_POLICIES,
+    policies: Sequence[SimulatedPolicy] = ALL_POLICIES,
     pools: Sequence[int] = POOLS,
     warm_up: int = 0,
 ) -> Iterator[Result]:
@@ -138,15 +138,15 @@ def simulate(
     counted = [stream.steps[warm_up:] for stream in streams]
     steps = sum(map(len, counted))
     old_ids = sum(len(step.old) for steps_of_one in counted for step in steps_of_one)
-    for choice in policies:
-        for slots in (0,) if choice in UNSIZED else pools:
-            if not fits(choice, slots, streams, topk):
+    for policy in policies:
+        for slots in (0,) if policy in UNSIZED else pools:
+            if not fits(policy, slots, streams, topk):
                 continue
             misses = 0
             for stream in streams:
-                if isinstance(choice, str):
-                    found = reference_misses(choice, stream, slots)
+                if isinstance(policy, str):
+                    found = reference_misses(policy, stream, slots)
                 else:
-                    found = plan_misses(choice, stream, slots, topk)
+                    found = plan_misses(policy, stream, slots, topk)
                 misses += int(found[warm_up:].sum())
-            yield Result(trace, policy_name(choice), slots, steps, old_ids, misses)
+            yield Result(trace, policy_name(policy), slots, steps, old_ids, misses)

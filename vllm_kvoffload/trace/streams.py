@@ -35,10 +35,10 @@ class StreamStep:
 
 
 @dataclass
-class Stream:
+class TopkStream:
     """One request in one index group.
 
-    cut: the trace lost some of its steps; the stream ends before them.
+    cut: the trace lacks some of its steps; the stream ends before them.
     """
 
     group: int
@@ -87,14 +87,14 @@ def _distinct(tokens: tuple[Ids, ...], stable: int) -> tuple[Ids, Ids]:
 
 def streams_of_trace(
     steps: Iterable[TraceStep], *, groups: Collection[int] = (), max_requests: int | None = None
-) -> list[Stream]:
+) -> list[TopkStream]:
     """The requests of a trace in its index groups, in order of first appearance.
 
     Args:
         groups: only these; empty: all.
         max_requests: limit per group; keeps the first ones. 2048 ids of a query token take 8 KiB of memory.
     """
-    found: dict[tuple[int, str], Stream] = {}
+    found: dict[tuple[int, str], TopkStream] = {}
     counts: Counter[int] = Counter()
     for step in steps:
         if groups and step.group not in groups:
@@ -105,14 +105,14 @@ def streams_of_trace(
                 if counts[step.group] == max_requests:
                     continue
                 counts[step.group] += 1
-                found[key] = Stream(*key)
+                found[key] = TopkStream(*key)
             found[key].append(request.seq_len, request.ids)
     return list(found.values())
 
 
-def stream_of(name: str, steps: Iterable[DraftedStep], group: int = 0) -> Stream:
+def stream_of(name: str, steps: Iterable[DraftedStep], group: int = 0) -> TopkStream:
     """The stream of a generated request."""
-    stream = Stream(group, name)
+    stream = TopkStream(group, name)
     for step in steps:
         stream.append(step.seq_len, tuple(np.sort(step.topk, axis=1)))
     return stream

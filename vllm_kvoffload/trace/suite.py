@@ -39,7 +39,7 @@ class TraceSpec:
 
 
 def _index_share() -> tuple[ScoreModel, ...]:
-    # Indexers that serve four layers each: from early ones, whose choices change fast, to late, calm ones.
+    # Indexers that serve four layers each: top-k indices change fast in the first and slowly in the last.
     return (
         replace(HISPARSE, scale=0.7, noise=1.0),
         CANN,

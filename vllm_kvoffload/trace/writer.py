@@ -127,7 +127,7 @@ class TraceWriter:
         self.steps += 1
 
     def write_dropped(self, count: int) -> None:
-        """Records that ``count`` steps were lost before the next one."""
+        """Records that ``count`` steps were dropped before the next one."""
         self.dropped += count
         self._file.write(pack_record(DROPPED, struct.pack("<Q", count)))
 

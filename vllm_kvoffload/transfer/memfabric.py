@@ -1,12 +1,13 @@
 """MemFabric Hybrid on Ascend: `memfabric_hybrid.TransferEngine`, pulling from prefill's device memory.
 
 The library's reads are synchronous, so a separate thread performs them and `poll` checks its results. The
-library listens on a port of its own choice; a peer's name is "<host>:<port>".
+library selects the port on which it listens; a peer's name is "<host>:<port>".
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,16 +32,17 @@ TIMEOUT_VARIABLE = "ASCEND_TRANSFER_TIMEOUT"
 MAX_REGIONS = 256
 """Maximum number of regions that the library can register."""
 
+DEFAULT_PROTOCOL = "sdma"
+"""The library's own default."""
 _LOG_LEVEL_WARN = 2
 _ROLES = {"prefill": "Prefill", "decode": "Decode"}
 _INSTALL = (
-    "Install MemFabric Hybrid 1.2: git clone -b release/1.2 https://gitcode.com/Ascend/memfabric_hybrid.git, "
-    "run script/build_and_pack_run.sh and the installer it makes, source its set_env.sh; "
-    "it needs NPU driver 25.5.1 or later"
+    "install MemFabric Hybrid 1.2 or 1.3 (pip install memfabric-hybrid); it needs CANN, and NPU driver "
+    "25.5.1 or later"
 )
 
 
-class _Metadata(msgspec.Struct, frozen=True, array_like=True, tag="memfabric"):
+class _MemFabricMetadata(msgspec.Struct, frozen=True, array_like=True, tag="memfabric"):
     peer: str
     start: str  # new at every start: a restarted peer may get the same port
     regions: tuple[Region, ...]
@@ -69,6 +71,7 @@ class MemfabricEngine(TransferEngine):
 
     Args:
         role: "prefill" or "decode". host: address that peers reach. device_id: NPU of this process.
+        protocol: of reads: "sdma", "device_rdma" or "device_urma"; the same on both sides.
         module: substitute for `memfabric_hybrid` in tests.
 
     Raises:
@@ -77,14 +80,21 @@ class MemfabricEngine(TransferEngine):
 
     name = "memfabric"
 
-    def __init__(self, *, role: str, host: str, device_id: int, module: Any = None) -> None:
+    def __init__(
+        self, *, role: str, host: str, device_id: int, protocol: str = DEFAULT_PROTOCOL, module: Any = None
+    ) -> None:
         library = module or _load()
         os.environ[TIMEOUT_VARIABLE] = str(transfer_timeout_ms(dict(os.environ)))
-        _quiet(library)
+        _configure(library)
         try:
             self._engine: Any = library.TransferEngine()
             code = self._engine.initialize(
-                f"tcp://{host}", host, _ROLES[role], device_id, store_server_role=_ROLES["prefill"]
+                f"tcp://{host}",
+                host,
+                _ROLES[role],
+                device_id,
+                store_server_role=_ROLES["prefill"],
+                **_protocol_option(library, protocol),
             )
         except (AttributeError, TypeError) as error:
             raise TransferUnavailableError(
@@ -92,7 +102,7 @@ class MemfabricEngine(TransferEngine):
             ) from error
         if code != 0:
             raise TransferUnavailableError(
-                f"memfabric_hybrid.TransferEngine.initialize(host={host}, device={device_id}) "
+                f"memfabric_hybrid.TransferEngine.initialize(host={host}, device={device_id}, {protocol}) "
                 f"returned {code}; check the NPU driver (npu-smi info), that set_env.sh was sourced, and "
                 "the host's address"
             )
@@ -124,11 +134,11 @@ class MemfabricEngine(TransferEngine):
         return self._role == "prefill"
 
     def local_metadata(self) -> bytes:
-        return msgspec.msgpack.encode(_Metadata(self._peer, self._start, tuple(self._regions)))
+        return msgspec.msgpack.encode(_MemFabricMetadata(self._peer, self._start, tuple(self._regions)))
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
         try:
-            decoded = msgspec.msgpack.decode(metadata, type=_Metadata)
+            decoded = msgspec.msgpack.decode(metadata, type=_MemFabricMetadata)
             if len(decoded.regions) > MAX_REGIONS:
                 raise ValueError(f"{len(decoded.regions)} regions")
             table = RegionTable(decoded.regions)
@@ -184,6 +194,21 @@ def _failure(result: Future[int]) -> str:
     return "" if code == 0 else f"batch_transfer_sync_read returned {code}"
 
 
+def _protocol_option(library: Any, protocol: str) -> dict[str, Any]:
+    """The argument that chooses how reads go. Raises TransferUnavailableError if this release lacks it."""
+    if protocol == DEFAULT_PROTOCOL:
+        return {}
+    kinds = getattr(library, "TransDataOpType", None)
+    if kinds is None:  # 1.2.0 keeps it in the module of the engine
+        kinds = getattr(sys.modules.get("_pymf_transfer"), "TransDataOpType", None)
+    kind = getattr(kinds, protocol.upper(), None)
+    if kind is None:
+        raise TransferUnavailableError(
+            f"this memfabric_hybrid knows no memfabric_transfer_protocol {protocol}: {_INSTALL}"
+        )
+    return {"data_op_type": kind}
+
+
 def _load() -> Any:
     try:
         return import_module("memfabric_hybrid")
@@ -191,7 +216,7 @@ def _load() -> Any:
         raise TransferUnavailableError(f"transfer_backend memfabric: {error}; {_INSTALL}") from error
 
 
-def _quiet(library: Any) -> None:
+def _configure(library: Any) -> None:
     """Disables TLS for the library's own store and limits its log to warnings, if this version allows it."""
     for name, arguments in (("set_log_level", (_LOG_LEVEL_WARN,)), ("set_conf_store_tls", (False, ""))):
         function = getattr(library, name, None)

@@ -38,7 +38,7 @@ MAX_BLOB_BYTES = 64 << 20
 """Size limit of a peer's metadata; a region takes about 200 bytes of NIXL's blob."""
 
 
-class _Metadata(msgspec.Struct, frozen=True, array_like=True, tag="nixl"):
+class _NixlMetadata(msgspec.Struct, frozen=True, array_like=True, tag="nixl"):
     """digest: of the other fields. NIXL's parser trusts `blob`, and one wrong byte may end the process:
     damaged metadata must be refused before it is parsed."""
 
@@ -48,7 +48,7 @@ class _Metadata(msgspec.Struct, frozen=True, array_like=True, tag="nixl"):
     digest: bytes
 
     @classmethod
-    def of(cls, agent: str, blob: bytes, regions: tuple[Region, ...]) -> _Metadata:
+    def of(cls, agent: str, blob: bytes, regions: tuple[Region, ...]) -> _NixlMetadata:
         return cls(agent, blob, regions, _digest(agent, blob, regions))
 
     @property
@@ -155,11 +155,11 @@ class NixlEngine(TransferEngine):
 
     def local_metadata(self) -> bytes:
         blob = self._agent.get_agent_metadata()
-        return msgspec.msgpack.encode(_Metadata.of(self._name, blob, tuple(self._regions)))
+        return msgspec.msgpack.encode(_NixlMetadata.of(self._name, blob, tuple(self._regions)))
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
         try:
-            decoded = msgspec.msgpack.decode(metadata, type=_Metadata)
+            decoded = msgspec.msgpack.decode(metadata, type=_NixlMetadata)
             table = RegionTable(decoded.regions)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise TransferError(f"a peer's metadata are not those of a nixl engine: {error}") from error

@@ -10,12 +10,14 @@ from vllm_kvoffload.transfer.base import TransferEngine, TransferUnavailableErro
 Role = Literal["prefill", "decode"]
 
 
-def make_engine(name: str, *, role: Role, host: str, device_id: int) -> TransferEngine:
+def make_engine(
+    name: str, *, role: Role, host: str, device_id: int, protocol: str = "sdma"
+) -> TransferEngine:
     """Makes an engine, importing its package on demand.
 
     Args:
         name: one of TRANSFER_BACKENDS. role: of this process. host: this machine's address as peers see it.
-        device_id: accelerator of this process.
+        device_id: accelerator of this process. protocol: of MemFabric's reads, one of PROTOCOLS.
 
     Raises:
         TransferUnavailableError: unknown name, or the engine can't run here.
@@ -27,5 +29,5 @@ def make_engine(name: str, *, role: Role, host: str, device_id: int) -> Transfer
     if name == "memfabric":
         from vllm_kvoffload.transfer.memfabric import MemfabricEngine
 
-        return MemfabricEngine(role=role, host=host, device_id=device_id)
+        return MemfabricEngine(role=role, host=host, device_id=device_id, protocol=protocol)
     raise TransferUnavailableError(f"transfer engine {name!r} is none of {', '.join(TRANSFER_BACKENDS)}")

@@ -17,7 +17,7 @@ class MissShare {
     end_ = total * (AscendC::GetBlockIdx() + 1) / AscendC::GetBlockNum();
   }
 
-  // Misses of request n; none without a row. Counts beyond the buffer are cut.
+  // Misses of request n; none without a partition. Counts beyond the buffer are cut.
   __aicore__ inline int32_t count(int32_t n) const {
     if (rows_[n] < 0 || counts_[n] < 0) return 0;
     return counts_[n] < capacity_ ? counts_[n] : capacity_;

@@ -101,16 +101,16 @@ inline void tile_host(Checker& check, int64_t blocks, int64_t block_size, int64_
 inline int32_t needs_one_core(Checker& check, const RowsTiling& rows, int64_t slots) {
   for (const int64_t bytes : rows.bytes) {
     check.require(slots * bytes % kLineBytes == 0,
-                  "pool: rows of " + std::to_string(slots) + " slots of " + std::to_string(bytes) +
+                  "pool: partitions of " + std::to_string(slots) + " slots of " + std::to_string(bytes) +
                       " bytes must begin on a line of " + std::to_string(kLineBytes) + " bytes");
   }
   return rows.bytes[0] % kLineBytes != 0 || rows.bytes[1] % kLineBytes != 0 ? 1 : 0;
 }
 
-// Rows of the destination pool are numbered with an int32.
+// Slots of the destination pool are numbered with an int32.
 inline void check_pool(Checker& check, int64_t rows, int64_t slots) {
-  check.between("pool rows", rows, 1, kInt32Max);
-  check.between("slots per row", slots, 1, kInt32Max);
+  check.between("pool partitions", rows, 1, kInt32Max);
+  check.between("slots per partition", slots, 1, kInt32Max);
   check.require(slots < 1 || rows <= kInt32Max / slots, "pool: must have less than 2^31 slots in all");
 }
 

@@ -44,7 +44,7 @@ const Data& accepted(const char* op, const Tiled<Data>& tiled) {
   return tiled.data;
 }
 
-// In the order of torch_npu's task queue. What the launch captures by value lives until the queue comes to it.
+// In the order of torch_npu's task queue. Values that the launch captures live until the queue runs it.
 template <typename Launch>
 void enqueue(const char* name, Launch launch) {
   void* stream = c10_npu::getCurrentNPUStream().stream(false);

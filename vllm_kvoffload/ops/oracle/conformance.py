@@ -21,10 +21,10 @@ def chunk_bounds(width: int) -> list[tuple[int, int]]:
     return [(min(o * size, width), min((o + 1) * size, width)) for o in range(CHUNKS)]
 
 
-def _find(residency: Residency, row: int, token: int, id_range: int) -> int:
+def _find(residency: Residency, partition: int, token: int, id_range: int) -> int:
     """Slot of a resident id below ``id_range``, or -1."""
     home = token & (residency.num_sets - 1)
-    ways = (residency.tags[row, home] == token).nonzero()
+    ways = (residency.tags[partition, home] == token).nonzero()
     return home * WAYS + int(ways[0]) if token < id_range and len(ways) else -1
 
 
@@ -40,11 +40,11 @@ def plan(
     """Kinds, records and counts of every query token; the residency is only read."""
     out.kinds[: len(topk)] = torch.tensor([Kind.INVALID, -1], dtype=torch.int32)
     out.actual[: len(topk)] = 0
-    for n, row in enumerate(rows.tolist()):
+    for n, partition in enumerate(rows.tolist()):
         out.record_counts[n] = 0
         first, last = query_start_loc[n : n + 2].tolist()
         length, query_len = int(seq_lens[n]), last - first
-        for s in range(query_len if row >= 0 else 0):
+        for s in range(query_len if partition >= 0 else 0):
             ids = topk[first + s].tolist()
             limit = length - (query_len - 1 - s) - 1
             oldest_new = max(length - query_len - 1, 0) + 1  # ids from here on are this step's
@@ -60,7 +60,7 @@ def plan(
                         kind, index = Kind.FUTURE_SKIP, token
                     elif token >= oldest_new:
                         kind, index = Kind.DECODE_WINDOW, token
-                    elif (slot := _find(residency, row, token, id_range)) >= 0:
+                    elif (slot := _find(residency, partition, token, id_range)) >= 0:
                         kind, index = Kind.POOL_HIT, slot
                     else:
                         kind, index = Kind.OLD_MISS, token
@@ -92,12 +92,12 @@ def install_slots(
 ) -> None:
     """Replays the FIFO pointers over the records: the slot of each id's first one."""
     width = out.kinds.shape[1]
-    for n, row in enumerate(rows.tolist()):
+    for n, partition in enumerate(rows.tolist()):
         out.miss_counts[n] = 0
         query_len = int(query_start_loc[n + 1]) - int(query_start_loc[n])
-        if row < 0:
+        if partition < 0:
             continue
-        hands = residency.hands[row] if metadata_update else residency.hands[row].clone()
+        hands = residency.hands[partition] if metadata_update else residency.hands[partition].clone()
         seen: set[int] = set()
         for home, token, s, k in _records(out, n, query_len):
             in_range = (
@@ -112,7 +112,7 @@ def install_slots(
             way = int(hands[home]) & (WAYS - 1)
             hands[home] = (way + 1) & (WAYS - 1)
             if metadata_update:
-                residency.tags[row, home, way] = token
+                residency.tags[partition, home, way] = token
             at = int(out.miss_counts[n])
             out.miss_slots[n, at] = home * WAYS + way
             out.miss_positions[n, at] = s * width + k

@@ -26,11 +26,11 @@ def dsa_serve(
     miss_slots: torch.Tensor,
     miss_counts: torch.Tensor,
 ) -> int:
-    """Every miss: the host row of token ``id`` goes to its slot of row ``rows[n]``."""
+    """Every miss: the host row of token ``id`` goes to its slot of partition ``rows[n]``."""
     copied = 0
-    for n, row in enumerate(rows.tolist()):
-        for i in range(int(miss_counts[n]) if row >= 0 else 0):
-            hot[row, int(miss_slots[n, i])] = host_row(host, block_table[n], int(miss_ids[n, i]))
+    for n, partition in enumerate(rows.tolist()):
+        for i in range(int(miss_counts[n]) if partition >= 0 else 0):
+            hot[partition, int(miss_slots[n, i])] = host_row(host, block_table[n], int(miss_ids[n, i]))
             copied += host.shape[2]
     return copied
 
@@ -48,17 +48,17 @@ def dsa_serve_compact(
 ) -> int:
     """Every position's row, hits included, goes to its place of the selection; zeros where there is none.
 
-    Requests without a row and tokens past the last request get zeros, whatever the kinds.
+    Requests without a partition and tokens past the last request get zeros, whatever the kinds.
     """
     selection[: len(new_rows)] = 0
     fetched = 0
-    for n, row in enumerate(rows.tolist()):
+    for n, partition in enumerate(rows.tolist()):
         first, last = query_start_loc[n : n + 2].tolist()
         stable = int(seq_lens[n]) - (last - first)
-        for t in range(first, last if row >= 0 else first):
+        for t in range(first, last if partition >= 0 else first):
             for k, (kind, index) in enumerate(kinds[t].tolist()):
                 if kind == Kind.POOL_HIT:
-                    selection[t, k] = hot[row, index]
+                    selection[t, k] = hot[partition, index]
                 elif kind == Kind.OLD_MISS:
                     selection[t, k] = host_row(host, block_table[n], index)
                     fetched += host.shape[2]
@@ -76,13 +76,13 @@ def dsa_install(
     miss_counts: torch.Tensor,
     hot: torch.Tensor,
 ) -> int:
-    """Every miss, in order: the selection's row at its position goes to its slot of row ``rows[n]``."""
+    """Every miss, in order: the selection's row at its position goes to its slot of partition ``rows[n]``."""
     width = selection.shape[1]
     copied = 0
-    for n, row in enumerate(rows.tolist()):
-        for i in range(int(miss_counts[n]) if row >= 0 else 0):
+    for n, partition in enumerate(rows.tolist()):
+        for i in range(int(miss_counts[n]) if partition >= 0 else 0):
             t, k = divmod(int(miss_positions[n, i]), width)
-            hot[row, int(miss_slots[n, i])] = selection[int(query_start_loc[n]) + t, k]
+            hot[partition, int(miss_slots[n, i])] = selection[int(query_start_loc[n]) + t, k]
             copied += hot.shape[2]
     return copied
 

@@ -17,10 +17,10 @@ def distinct_valid(ids: list[int], limit: int) -> list[int]:
 def arrange(previous: list[int], wanted: list[int], stable: int) -> tuple[list[int], dict[int, int]]:
     """Places of the wanted ids: ``(id at each place, {new place: old place} of those that move)``.
 
-    ``previous`` are the ids at their places. A wanted one below ``stable`` is a hit (the rows of the others
+    ``previous`` are the ids at their places. A wanted id below ``stable`` is a hit (the rows of the others
     may belong to rejected drafts); should it stand there twice, at its first place. Hits at places that the
     new selection still has stay. The others move to the lowest free places, in order of place: no place is
-    read after it was written. What is left of the wanted ids takes the remaining places, ascending.
+    read after it was written. The other wanted ids take the remaining places, ascending.
     """
     old_place: dict[int, int] = {}
     for place, token in enumerate(previous):
@@ -55,36 +55,36 @@ def gather_selection(
 ) -> int:
     """Brings each query's selection from the previous step's to this step's, see :func:`arrange`.
 
-    ``status[r, s]`` then holds the ids by place, -1 behind them and their number last. The number of a row's
-    queries that this step does not have becomes 0: a draft accepted later must not meet the row of one
-    rejected earlier. Requests without a row or without tokens leave the row as it is; their tokens and those
+    ``status[r, s]`` then holds the ids by place, -1 behind them and their number last. Queries of a partition
+    that this step does not have get a number of 0: a draft accepted later must not meet the row of one
+    rejected earlier. Requests without a partition or without tokens change nothing; their tokens and those
     past the last request get a length of 0.
     """
     width = topk.shape[1]
     lengths[: len(topk)] = 0
     fetched = 0
-    for n, row in enumerate(rows.tolist()):
+    for n, partition in enumerate(rows.tolist()):
         first, last = query_start_loc[n : n + 2].tolist()
-        if row < 0 or first == last:
+        if partition < 0 or first == last:
             continue
         stable = int(seq_lens[n]) - (last - first)
         for s, t in enumerate(range(first, last)):
             wanted = distinct_valid(topk[t].tolist(), stable + s)
-            previous = status[row, s, : int(status[row, s, width])].tolist()
+            previous = status[partition, s, : int(status[partition, s, width])].tolist()
             ids, moves = arrange(previous, wanted, stable)
             for place, token in enumerate(ids):
                 if place in moves:
-                    selection[row, s, place] = selection[row, s, moves[place]].clone()
+                    selection[partition, s, place] = selection[partition, s, moves[place]].clone()
                 elif token >= stable:
-                    selection[row, s, place] = new_rows[first + token - stable]
+                    selection[partition, s, place] = new_rows[first + token - stable]
                 elif place >= len(previous) or previous[place] != token:
-                    selection[row, s, place] = host_row(host, block_table[n], token)
+                    selection[partition, s, place] = host_row(host, block_table[n], token)
                     fetched += host.shape[2]
-            status[row, s] = EMPTY
-            status[row, s, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-            status[row, s, width] = len(ids)
+            status[partition, s] = EMPTY
+            status[partition, s, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+            status[partition, s, width] = len(ids)
             lengths[t] = len(ids)
-        status[row, last - first :, width] = 0
+        status[partition, last - first :, width] = 0
     return fetched
 
 
@@ -93,7 +93,7 @@ def gather_reuse(
 ) -> None:
     """The lengths of the selections as they are, for draft steps that keep the top-k of the first one."""
     lengths[:] = 0
-    for n, row in enumerate(rows.tolist()):
+    for n, partition in enumerate(rows.tolist()):
         first, last = query_start_loc[n : n + 2].tolist()
-        for s, t in enumerate(range(first, last if row >= 0 else first)):
-            lengths[t] = status[row, s, -1]
+        for s, t in enumerate(range(first, last if partition >= 0 else first)):
+            lengths[t] = status[partition, s, -1]

@@ -17,14 +17,14 @@ EMPTY = -1
 NO_SLOT = -1
 
 
-class _RowPlan:
-    """One request's plan on its row."""
+class _PartitionPlan:
+    """One request's plan on its partition."""
 
-    def __init__(self, residency: Residency, row: int) -> None:
-        self.tags: Array = residency.tags.numpy()[row]
-        self.ages: Array = residency.ages.numpy()[row]
-        self.hands: Array = residency.hands.numpy()[row]
-        self.high: Array = residency.high.numpy()[row : row + 1]
+    def __init__(self, residency: Residency, partition: int) -> None:
+        self.tags: Array = residency.tags.numpy()[partition]
+        self.ages: Array = residency.ages.numpy()[partition]
+        self.hands: Array = residency.hands.numpy()[partition]
+        self.high: Array = residency.high.numpy()[partition : partition + 1]
         self.sets: int = self.tags.shape[0]
         self.ways: int = self.tags.shape[1]
         self.policy = TABLE[residency.policy]
@@ -193,16 +193,16 @@ def _check_plan(
     expect(int(starts[-1]) <= topk.shape[0], "query_start_loc: exceeds topk's tokens")
     expect(len(rows) == len(seq_lens), "rows: must have N entries")
     seen: set[int] = set()
-    for n, row in enumerate(rows.tolist()):
+    for n, partition in enumerate(rows.tolist()):
         query_len = int(starts[n + 1]) - int(starts[n])
-        if row < 0 or query_len == 0:
+        if partition < 0 or query_len == 0:
             continue
         ids = query_len * topk.shape[1]
-        expect(row < residency.num_rows, f"rows[{n}]: outside the residency")
-        expect(row not in seen, f"rows[{n}]: belongs to an earlier request too")
-        seen.add(row)
+        expect(partition < residency.num_partitions, f"rows[{n}]: outside the residency")
+        expect(partition not in seen, f"rows[{n}]: belongs to an earlier request too")
+        seen.add(partition)
         expect(int(seq_lens[n]) >= query_len, f"seq_lens[{n}]: less than the query length")
-        expect(ids <= residency.slots_per_row, "topk: more ids than a row has slots")
+        expect(ids <= residency.slots_per_partition, "topk: more ids than a partition has slots")
         expect(ids <= out.miss_ids.shape[1], "out.miss_ids: capacity less than the ids")
 
 
@@ -215,18 +215,19 @@ def dsa_plan(
     out: PlanOut,
     workspace: object = None,
 ) -> None:
-    """The plan. Per request with a row, in this order:
+    """The plan. Per request with a partition, in this order:
 
     1. residents at or beyond ``stable = seq_len - query_len`` are dropped;
     2. every position is looked up: ids below 0 or beyond the query token's own position are invalid,
        residents are hits and their slots are needed by this step;
     3. the other ids, in order of position, get a slot each on first sight: first all that find a way in their
-       own set (:meth:`_RowPlan.install`), then the rest (:meth:`_RowPlan.displace`). Ids below ``stable`` are
-       misses, listed in the order in which they were placed; the others are new tokens;
+       own set (:meth:`_PartitionPlan.install`), then the rest (:meth:`_PartitionPlan.displace`). Ids below
+       ``stable`` are misses, listed in the order in which they were placed; the others are new tokens;
     4. new tokens outside every top-k are installed too, where their set has a spare way.
 
-    Requests without a row or without tokens and tokens past the last request get slots of -1 and kinds of
-    (INVALID, -1); their rows' state is untouched. ``workspace`` is accepted for the common signature only.
+    Requests without a partition or without tokens and tokens past the last request get slots of -1 and kinds
+    of (INVALID, -1); the state of their partitions is untouched. ``workspace`` is accepted for the common
+    signature only.
     """
     del workspace
     ids, starts = topk.numpy(), query_start_loc.numpy()
@@ -237,12 +238,12 @@ def dsa_plan(
     if out.compact:
         out.kinds[: len(ids)] = torch.tensor([Kind.INVALID, -1], dtype=torch.int32)
     totals = np.zeros(len(STATS), dtype=np.int64)
-    for n, row in enumerate(rows.tolist()):
+    for n, partition in enumerate(rows.tolist()):
         tokens = slice(int(starts[n]), int(starts[n + 1]))
         out.miss_counts[n] = 0
-        if row < 0 or tokens.start == tokens.stop:
+        if partition < 0 or tokens.start == tokens.stop:
             continue
-        plan = _RowPlan(residency, row)
+        plan = _PartitionPlan(residency, partition)
         kinds = out.kinds.numpy()[tokens] if out.compact else None
         plan.run(ids[tokens], int(seq_lens[n]), slots[tokens], new_slots[tokens], kinds)
         for i, (token, slot, position) in enumerate(plan.misses):

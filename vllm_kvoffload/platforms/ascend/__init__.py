@@ -6,6 +6,6 @@ upstream must be pointed to our classes), `platform` and `checks` (configuration
 `worker`, `runner`, `attention`, `caches` (upstream's cache specs and tuples), `rows` and `host_memory`
 (storing and moving rows), `kernels`, `graphs` and `delivery` (decode by the AscendC kernels), `offload`
 (assembles decode), `connectors` (resolves connector names) and, for prefill with shared layer memory,
-`shared_caches`, `prefill_attention` and `staged_copies`. None of it has run on an NPU yet: docs/ascend.md
+`prefill_attention` and `staged_copies`. None of it has run on an NPU yet: docs/ascend.md
 says what was verified, and how.
 """

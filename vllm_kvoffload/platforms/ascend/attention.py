@@ -9,11 +9,9 @@ query token queries it separately, so that no causal mask hides slots.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch_npu
 from vllm_ascend.attention.sfa_v1 import (
@@ -26,41 +24,29 @@ from vllm_ascend.device.device_op import DeviceOperator
 
 from vllm_kvoffload.engine import EngineOptions
 from vllm_kvoffload.platforms.ascend.rows import SplitRows
-from vllm_kvoffload.sparse.step import AttendPart, LayerKV, PoolChoice, StepBatch
+from vllm_kvoffload.sparse.step import AttendPart, LayerKV, PoolSlots
 
 if TYPE_CHECKING:
     from vllm_kvoffload.platforms.ascend.kernels import DeviceBatch
-    from vllm_kvoffload.platforms.ascend.offload import AscendOffload
+    from vllm_kvoffload.platforms.ascend.offload import AscendOffload, AscendPass
 
 
 @dataclass
 class KVOffloadSFAMetadata(AscendSFAMetadata):
-    """Upstream's metadata, plus the step as the offload sees it.
+    """Upstream's metadata, plus what the host needs to know of the pass.
 
-    batch: in host memory. causal_ends: int32 [T] on the device, causal limit (exclusive) per query token.
+    query_start_loc: int [requests + 1] in host memory, first query token of each request.
     """
 
-    batch: StepBatch | None = None
-    causal_ends: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class BuiltStep:
-    """A step derived from upstream's metadata, and the tensors it was derived from."""
-
-    batch: StepBatch
-    causal_ends: torch.Tensor
-    source: tuple[torch.Tensor, ...]
+    query_start_loc: torch.Tensor | None = None
 
 
 class KVOffloadSFAMetadataBuilder(AscendSFAMetadataBuilder):
     """Builds :class:`KVOffloadSFAMetadata` for target and draft passes.
 
     Layers with and without an indexer have different caches, so upstream has a builder for each and calls
-    both in every step. They share one step and its batch.
+    both in every step. Their metadata describe the same pass.
     """
-
-    _built: ClassVar[threading.local] = threading.local()  # its `last` is the thread's last step
 
     def __init__(
         self,
@@ -87,38 +73,10 @@ class KVOffloadSFAMetadataBuilder(AscendSFAMetadataBuilder):
             # in the positions. Their rows must not be attended to.
             ends = common_attn_metadata.positions[: len(metadata.seq_lens)] + 1
             metadata.seq_lens = torch.minimum(metadata.seq_lens, ends.to(metadata.seq_lens.dtype))
-        step = self._step(common_attn_metadata, metadata.seq_lens)
-        metadata.batch, metadata.causal_ends = step.batch, step.causal_ends
+        metadata.query_start_loc = common_attn_metadata.query_start_loc_cpu[
+            : common_attn_metadata.num_reqs + 1
+        ]
         return metadata
-
-    def _step(self, common: Any, seq_lens: torch.Tensor) -> BuiltStep:
-        source = (common.query_start_loc_cpu, common.seq_lens, common.slot_mapping, common.block_table_tensor)
-        last: BuiltStep | None = getattr(self._built, "last", None)
-        if last is None or any(old is not new for old, new in zip(last.source, source, strict=True)):
-            batch = step_batch(common, seq_lens, self.kernel_block_size)
-            ends = np.repeat(batch.computed - batch.query_start_loc[:-1] + 1, batch.query_lens)
-            ends += np.arange(len(ends), dtype=ends.dtype)
-            there = torch.from_numpy(ends.astype(np.int32)).to(common.slot_mapping.device)
-            last = self._built.last = BuiltStep(batch, there, source)
-        return last
-
-
-def step_batch(common: Any, seq_lens: torch.Tensor, block_size: int) -> StepBatch:
-    """Derives a step, without padding, from upstream's common metadata and its lengths.
-
-    Lengths come from the device: with drafts, upstream's host copy may be too high. The host needs them,
-    so it waits once per step for the step's input tensors.
-    """
-    tokens = int(common.num_actual_tokens)
-    starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
-    requests = int(np.searchsorted(starts[:-1], tokens, side="left"))  # the rest is padding
-    return StepBatch(
-        query_start_loc=starts[: requests + 1].astype(np.int32),
-        seq_lens=seq_lens[:requests].cpu().numpy().astype(np.int32),
-        block_table=common.block_table_tensor[:requests].cpu(),
-        slot_mapping=common.slot_mapping[:tokens].cpu().long(),
-        block_size=block_size,
-    )
 
 
 class KVOffloadSFAImpl(AscendSFAImpl):
@@ -131,8 +89,7 @@ class KVOffloadSFAImpl(AscendSFAImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         if EngineOptions.of(self.vllm_config, "npu").offload.enabled:
             # Both write new rows into a paged main cache, which does not exist here, and drop the weights
-            # that
-            # the unfused path needs.
+            # that the unfused path needs.
             self.enable_mlapo = False
             self.enable_sfa_prolog_v3 = False
         super().process_weights_after_loading(act_dtype)
@@ -147,7 +104,7 @@ class KVOffloadSFAImpl(AscendSFAImpl):
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         offload = self.offload if attn_metadata is not None else None
-        if offload is not None and not offload.enter(self.layer_index, attn_metadata):
+        if offload is not None and offload.current() is None:  # a dummy run
             assert output is not None
             return output.fill_(0)
         result: torch.Tensor = super().forward(
@@ -171,7 +128,7 @@ class KVOffloadSFAImpl(AscendSFAImpl):
         norm = self.kv_a_layernorm
         latent = torch_npu.npu_rms_norm(latent.contiguous(), norm.weight, epsilon=norm.variance_epsilon)[0]
         rope = self.rope_single(rope.contiguous().unsqueeze(1), cos, sin).squeeze(1)
-        slots = attn_metadata.batch.slot_mapping
+        slots = self._pass.batch.slot_mapping
         tokens = len(slots) if self._graph is None else len(self._graph.tokens)
         self.kv.append(SplitRows([latent[:tokens], rope[:tokens].contiguous()]), slots)
         return None, None
@@ -197,8 +154,8 @@ class KVOffloadSFAImpl(AscendSFAImpl):
                 actual_seq_lengths_key,
             )
             return result
-        batch, graph = attn_metadata.batch, self._graph
-        ends = attn_metadata.causal_ends if graph is None else graph.ends
+        batch, graph = self._pass.batch, self._graph
+        ends = self._pass.causal_ends if graph is None else graph.ends
         topk = topk_indices.view(topk_indices.shape[0], -1)[: len(ends)]
         # The indexer's output beyond a short context is unspecified.
         topk = topk.masked_fill((topk < 0) | (topk >= ends.unsqueeze(1)), -1)
@@ -208,13 +165,20 @@ class KVOffloadSFAImpl(AscendSFAImpl):
             for part in self.kv.parts(topk, batch):  # a single part with all tokens in order
                 out = self._attend(ql_nope, q_pe, part, batch.block_size, attn_metadata)
             self.offload.graphs.end_layer(self.layer_index)
-            return out.masked_fill((graph.token_rows < 0).view(-1, 1, 1), 0)
+            return out.masked_fill((graph.token_partitions < 0).view(-1, 1, 1), 0)
         out = torch.zeros_like(ql_nope, memory_format=torch.contiguous_format)
         for part in self.kv.parts(topk, batch):
             tokens = part.tokens.to(out.device)
             queries = (ql_nope.index_select(0, tokens), q_pe.index_select(0, tokens))
             out[tokens] = self._attend(*queries, part, batch.block_size, attn_metadata)
         return out
+
+    @property
+    def _pass(self) -> AscendPass:
+        assert self.offload is not None
+        current = self.offload.current()
+        assert current is not None  # else forward would have returned
+        return current
 
     @property
     def _graph(self) -> DeviceBatch | None:
@@ -248,12 +212,12 @@ class KVOffloadSFAImpl(AscendSFAImpl):
 
     def _view(self, part: AttendPart, block_size: int, device: torch.device) -> PagedView:
         """Converts a part for the operator; layers of an index group share the result."""
-        if not isinstance(part.choice, PoolChoice):
+        if not isinstance(part.topk_rows, PoolSlots):
             return request_view(part, block_size).to(device)
         assert self.offload is not None
         made = self.offload.pool_view
-        if made is None or made[0] is not part.choice:
-            made = self.offload.pool_view = (part.choice, pool_view(part.choice, block_size).to(device))
+        if made is None or made[0] is not part.topk_rows:
+            made = self.offload.pool_view = (part.topk_rows, pool_view(part.topk_rows, block_size).to(device))
         return made[1]
 
 
@@ -275,19 +239,19 @@ class PagedView:
         return PagedView(*(part.to(device=device, dtype=torch.int32) for part in parts))
 
 
-def pool_view(choice: PoolChoice, block_size: int) -> PagedView:
+def pool_view(pool_slots: PoolSlots, block_size: int) -> PagedView:
     """Views a pool: every query token is a request whose positions are the slots of its row.
 
     A token without a row has no positions.
     """
-    count, slots = len(choice.slots), choice.row_slots
-    rows = choice.pool_rows.clamp(min=0).unsqueeze(1)
-    dtype, device = torch.int32, choice.slots.device
+    count, slots = len(pool_slots.slots), pool_slots.partition_slots
+    rows = pool_slots.partitions.clamp(min=0).unsqueeze(1)
+    dtype, device = torch.int32, pool_slots.slots.device
     pages = torch.arange(slots // block_size, dtype=dtype, device=device)
     return PagedView(
-        choice.slots.unsqueeze(1),
+        pool_slots.slots.unsqueeze(1),
         torch.arange(1, count + 1, dtype=dtype, device=device),
-        (choice.pool_rows >= 0).to(dtype) * slots,
+        (pool_slots.partitions >= 0).to(dtype) * slots,
         rows * len(pages) + pages,
     )
 

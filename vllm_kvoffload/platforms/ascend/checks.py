@@ -4,11 +4,10 @@ vllm-ascend.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from vllm_kvoffload.engine import EngineSettings
-from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV
+from vllm_kvoffload.platforms.ascend.operators import BUILD, library_path
 from vllm_kvoffload.settings.connectors import EXTRA, STORE
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.offload import (
@@ -91,9 +90,9 @@ def check_decode_graphs(vllm_config: VllmConfig, config: SparseOffloadConfig) ->
     mode, speculative = graph_mode(vllm_config), vllm_config.speculative_config
     obstacles = (
         (
-            not os.environ.get(KERNELS_ENV),
+            not library_path(),
             "without the AscendC kernels each layer's plan is made on the host",
-            f"set {KERNELS_ENV} (docs/ascend-build.md)",
+            BUILD,
         ),
         (
             speculative is not None and speculative.method == "mtp" and not speculative.enforce_eager,
@@ -136,7 +135,9 @@ def check_options(vllm_config: VllmConfig, settings: EngineSettings) -> None:
         raise ConfigError(f"{SECTION}.keep_device_kv_cache", True, rule, "set it to false")
     speculative = vllm_config.speculative_config
     if speculative is not None and settings.model.mtp_index_share:
-        rule = "draft steps that share one choice of tokens were not tried with the offload on Ascend"
+        rule = (
+            "draft steps that share the first one's top-k indices were not tried with the offload on Ascend"
+        )
         fix = "leave --speculative-config out for this model"
         raise ConfigError("index_share_for_mtp_iteration", True, rule, fix)
     if settings.additional.get("xlite_graph_config", {}).get("enabled"):
@@ -148,9 +149,9 @@ def check_compact(config: SparseOffloadConfig) -> None:
     """Rejects compact delivery without the AscendC kernels, or with another plan than theirs. Raises
     ConfigError."""
     key = f"{SECTION}.delivery"
-    if not os.environ.get(KERNELS_ENV):
-        rule = f"on Ascend it is done by the AscendC kernels, and {KERNELS_ENV} is not set"
-        raise ConfigError(key, config.delivery, rule, 'set that (docs/ascend-build.md), or use "in_place"')
+    if not library_path():
+        rule = "on Ascend it is done by the AscendC kernels, which are not built"
+        raise ConfigError(key, config.delivery, rule, f'{BUILD}, or use "in_place"')
     if config.plans_as_published:
         rule = "with fifo and 16 ways it plans as published, for which there is no AscendC kernel"
         raise ConfigError(key, config.delivery, rule, f'set {SECTION}.policy to "rrip", or use "in_place"')

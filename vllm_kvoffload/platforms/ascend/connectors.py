@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_kvoffload.platforms.requested import needs_our_store
 from vllm_kvoffload.settings.connectors import EXTRA, MODULE_PATH, MODULES, STORE
-
-ONLY_OURS = ("layerwise_num_shared_buffers", "layerwise_independent_layers", "local_dram_size_GB")
 
 
 def name_modules(transfer: Any) -> None:
@@ -33,7 +32,7 @@ def name_modules(transfer: Any) -> None:
 def _wanted(name: str | None, extra: Mapping[str, Any]) -> bool:
     """Whether a name without a module path means our class. Parts of a MultiConnector have their own."""
     if name == STORE:
-        return any(key in extra for key in ONLY_OURS) or str(extra.get("backend")).lower() == "local"
+        return needs_our_store(extra)
     if name == "MultiConnector":
         stores = [part for part in _parts(extra) if part.get("kv_connector") == STORE]
         return any(part.get(MODULE_PATH) == MODULES[STORE] for part in stores)

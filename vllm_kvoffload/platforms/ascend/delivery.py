@@ -8,7 +8,6 @@ bit-identical.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,19 +16,19 @@ import torch
 from vllm_kvoffload import ops
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.platforms.ascend.kernels import (
-    KERNELS_ENV,
     DeviceBatch,
     DeviceCounters,
     RowKernels,
     StepBuffers,
 )
+from vllm_kvoffload.platforms.ascend.operators import KERNELS_ENV, library_path
 from vllm_kvoffload.platforms.ascend.rows import SplitRows
-from vllm_kvoffload.runtime.npu import NpuRuntime
+from vllm_kvoffload.runtime.npu import NPURuntime
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.delivery import DecodeParts, Delivery, DevicePlanning
 from vllm_kvoffload.sparse.hot_pool import GroupPool
-from vllm_kvoffload.sparse.step import PoolChoice
+from vllm_kvoffload.sparse.step import PoolSlots
 from vllm_kvoffload.sparse.step_state import StepState
 
 BUFFERS = 2
@@ -50,15 +49,15 @@ class _KernelDelivery(Delivery):
         table_width: int,
     ) -> None:
         super().__init__(parts)
-        rows = parts.rows.num_rows
-        assert isinstance(parts.runtime, NpuRuntime)
+        requests = parts.partitions.total
+        assert isinstance(parts.runtime, NPURuntime)
         self._kernels = kernels
         self._device = device
-        self._shape = (rows * max_query_len, rows, topk, max_query_len)
-        self._moves = RowKernels(kernels, rows, parts.store.row_ops.zeros(0), device)
+        self._shape = (requests * max_query_len, requests, topk, max_query_len)
+        self._moves = RowKernels(kernels, requests, parts.host_rows.row_ops.zeros(0), device)
         self._counters = DeviceCounters(parts.stats, device, parts.runtime.current_stream().record)
         self._lane = parts.runtime.lane()
-        self._buffers = StepBuffers(rows * max_query_len, rows, table_width, device)
+        self._buffers = StepBuffers(requests * max_query_len, requests, table_width, device)
         self._step: StepState | None = None
         self._batch: DeviceBatch | None = None
 
@@ -67,19 +66,21 @@ class _KernelDelivery(Delivery):
             self._step, self._batch = step, self._buffers.fill(step)
         return self._batch
 
-    def _chosen(self, topk: torch.Tensor, step: StepState) -> torch.Tensor:
+    def _decode_topk(self, topk: torch.Tensor, step: StepState) -> torch.Tensor:
         return topk.index_select(0, self._on(step).tokens)
 
     def _tokens(self, step: StepState) -> torch.Tensor:
         return self._on(step).tokens
 
-    def _plan_group(self, pool: GroupPool, chosen: torch.Tensor, on: DeviceBatch, out: ops.PlanOut) -> None:
+    def _plan_group(
+        self, pool: GroupPool, decode_topk: torch.Tensor, on: DeviceBatch, out: ops.PlanOut
+    ) -> None:
         kept = pool.residency
         self._kernels.dsa_plan(
-            chosen,
+            decode_topk,
             on.start_loc,
             on.seq_lens,
-            on.rows,
+            on.partitions,
             kept.tags,
             kept.ages,
             kept.hands,
@@ -89,7 +90,7 @@ class _KernelDelivery(Delivery):
         )
 
     def _taken(self, new_rows: SplitRows, on: DeviceBatch) -> SplitRows:
-        rows: SplitRows = self._parts.store.row_ops.take(new_rows, on.tokens)
+        rows: SplitRows = self._parts.host_rows.row_ops.take(new_rows, on.tokens)
         return rows
 
     def _try(self, out: ops.PlanOut, serve: Callable[[DeviceBatch], object]) -> None:
@@ -98,15 +99,15 @@ class _KernelDelivery(Delivery):
 
         Raises ConfigError.
         """
-        tokens, rows, topk, queries = self._shape
-        dummy = self._on(StepState.dummy(rows, queries))
-        chosen = torch.full((tokens, topk), -1, dtype=torch.int32, device=self._device)
+        tokens, requests, topk, queries = self._shape
+        dummy = self._on(StepState.dummy(requests, queries))
+        decode_topk = torch.full((tokens, topk), -1, dtype=torch.int32, device=self._device)
         try:
-            self._plan_group(self._parts.hot.groups[0], chosen, dummy, out)
+            self._plan_group(self._parts.hot.groups[0], decode_topk, dummy, out)
             serve(dummy)
         except ValueError as error:
-            rule, fix = f"its kernels can't serve this engine: {error}", "change that, or unset it"
-            raise ConfigError(KERNELS_ENV, os.environ.get(KERNELS_ENV), rule, fix) from error
+            rule, fix = f"its kernels can't serve this engine: {error}", "change that, or do without them"
+            raise ConfigError(KERNELS_ENV, library_path(), rule, fix) from error
 
 
 class KernelDelivery(_KernelDelivery):
@@ -115,7 +116,7 @@ class KernelDelivery(_KernelDelivery):
     Followers' misses are fetched on a separate stream as soon as the owner has its rows.
 
     Args:
-        parts: of an `NpuRuntime`, with residencies on the device.
+        parts: of an `NPURuntime`, with residencies on the device.
         kernels: torch.ops.kvoffload with the AscendC library.
         topk: K. max_query_len: query tokens per request and step. table_width: blocks of the longest
         request.
@@ -139,28 +140,28 @@ class KernelDelivery(_KernelDelivery):
         self._try(self._out, self._serve_dummy)
 
     def _serve_dummy(self, on: DeviceBatch) -> None:
-        store = self._parts.store
+        host_rows = self._parts.host_rows
         self._fetch(0, on, None, misses=True)
-        self._moves.write_host(store.layers[0], store.row_ops.zeros(len(on.tokens)), on.slots)
+        self._moves.write_host(host_rows.layers[0], host_rows.row_ops.zeros(len(on.tokens)), on.slots)
 
-    def _plan(self, pool: GroupPool, chosen: torch.Tensor, step: StepState) -> PoolChoice:
+    def _plan(self, pool: GroupPool, decode_topk: torch.Tensor, step: StepState) -> PoolSlots:
         on = self._on(step)
-        self._plan_group(pool, chosen, on, self._out)
+        self._plan_group(pool, decode_topk, on, self._out)
         self._counters.count_plan(self._out)
-        return PoolChoice(self._out.slots[: len(chosen)], on.token_rows, self._parts.hot.num_slots)
+        return PoolSlots(self._out.slots[: len(decode_topk)], on.token_partitions, self._parts.hot.num_slots)
 
     def _serve(self, layer: int, pool: GroupPool, new_rows: SplitRows, step: StepState) -> SplitRows:
-        on, store, hot = self._on(step), self._parts.store, self._parts.hot
+        on, host_rows, hot = self._on(step), self._parts.host_rows, self._parts.hot
         fetch = self._fetches.pop(layer, None)
         if fetch is not None:
             self._lane.join(fetch)
-        elif step.decode_late:
-            store.await_layer(layer)
+        elif step.decode_prefix_in_step:
+            host_rows.await_layer(layer)
         fresh = self._taken(new_rows, on)
         self._counters.count_fetch(self._fetch(layer, on, fresh, misses=fetch is None))
-        if step.in_graph and store.writer:
-            self._counters.check_copies(self._moves.write_host(store.layers[layer], fresh, on.slots))
-        if layer == pool.group.owner and not step.decode_late:
+        if step.in_graph and host_rows.writer:
+            self._counters.check_copies(self._moves.write_host(host_rows.layers[layer], fresh, on.slots))
+        if layer == pool.group.owner and not step.decode_prefix_in_step:
             for follower in pool.group.layers[1:]:
                 self._fetches[follower] = self._lane.submit(self._prefetch, follower, on)
         rows: SplitRows = hot.layers[layer]
@@ -185,7 +186,7 @@ class KernelDelivery(_KernelDelivery):
     def _fetch(
         self, layer: int, on: DeviceBatch, new_rows: SplitRows | None, *, misses: bool
     ) -> torch.Tensor:
-        host, hot = self._parts.store.layers[layer], self._parts.hot.layers[layer]
+        host, hot = self._parts.host_rows.layers[layer], self._parts.hot.layers[layer]
         return self._moves.fetch(host, hot, on, self._out, new_rows, misses=misses)
 
     def _join(self) -> bool:
@@ -203,7 +204,7 @@ class KernelDelivery(_KernelDelivery):
 class KernelCompactDelivery(_KernelDelivery):
     """Compact :class:`Delivery` (see `vllm_kvoffload.sparse.compact`) with our own plan.
 
-    Attention reads a layer's chosen rows from a selection; meanwhile a separate stream installs them in
+    Attention reads a layer's selected rows from a selection; meanwhile a separate stream installs them in
     the pool, before the next step joins. Arguments and errors: see :class:`KernelDelivery`.
     """
 
@@ -218,7 +219,7 @@ class KernelCompactDelivery(_KernelDelivery):
         table_width: int,
     ) -> None:
         super().__init__(parts, kernels, device, topk, max_query_len, table_width)
-        zeros, tokens = parts.store.row_ops.zeros, self._shape[0]
+        zeros, tokens = parts.host_rows.row_ops.zeros, self._shape[0]
         self._plans = [ops.PlanOut(*self._shape, compact=True, device=device) for _ in range(BUFFERS)]
         self._selections: list[SplitRows] = [zeros(tokens, topk) for _ in range(BUFFERS)]
         self._plan_number = self._selection_number = 0
@@ -231,32 +232,36 @@ class KernelCompactDelivery(_KernelDelivery):
 
     def _serve_dummy(self, on: DeviceBatch) -> None:
         plan, selection = self._plans[0], self._selections[0]
-        host, hot = self._parts.store.layers[0], self._parts.hot.layers[0]
-        rows = self._parts.store.row_ops.zeros(len(on.tokens))
+        host, hot = self._parts.host_rows.layers[0], self._parts.hot.layers[0]
+        rows = self._parts.host_rows.row_ops.zeros(len(on.tokens))
         self._moves.gather(host, hot, on, plan, rows, selection)
         self._moves.install(selection, hot, on, plan)
         self._moves.fetch(host, hot, on, plan, rows, misses=False)
 
-    def _plan(self, pool: GroupPool, chosen: torch.Tensor, step: StepState) -> PoolChoice:
+    def _plan(self, pool: GroupPool, decode_topk: torch.Tensor, step: StepState) -> PoolSlots:
         number = self._plan_number = (self._plan_number + 1) % BUFFERS
         for layer in self._plan_users[number]:
             self._await(layer)
         self._plan_users[number].clear()
         on, plan = self._on(step), self._plans[number]
-        self._plan_group(pool, chosen, on, plan)
+        self._plan_group(pool, decode_topk, on, plan)
         self._counters.count_plan(plan)
-        kinds = plan.kinds[: len(chosen), :, 0]
+        kinds = plan.kinds[: len(decode_topk), :, 0]
         found = (kinds >= ops.Kind.POOL_HIT) & (kinds <= ops.Kind.DECODE_WINDOW)
-        places = torch.arange(chosen.shape[1], dtype=torch.int32, device=self._device).expand(chosen.shape)
-        return PoolChoice(places.masked_fill(~found, -1), self._owners[: len(chosen)], chosen.shape[1])
+        places = torch.arange(decode_topk.shape[1], dtype=torch.int32, device=self._device).expand(
+            decode_topk.shape
+        )
+        return PoolSlots(
+            places.masked_fill(~found, -1), self._owners[: len(decode_topk)], decode_topk.shape[1]
+        )
 
     def _serve(self, layer: int, pool: GroupPool, new_rows: SplitRows, step: StepState) -> SplitRows:
-        on, store, hot = self._on(step), self._parts.store, self._parts.hot.layers[layer]
+        on, host_rows, hot = self._on(step), self._parts.host_rows, self._parts.hot.layers[layer]
         plan = self._plans[self._plan_number]
-        if step.decode_late:
-            store.await_layer(layer)
+        if step.decode_prefix_in_step:
+            host_rows.await_layer(layer)
         selection, fresh = self._take_selection(layer), self._taken(new_rows, on)
-        host = store.layers[layer]
+        host = host_rows.layers[layer]
         self._counters.count_fetch(self._moves.gather(host, hot, on, plan, fresh, selection))
         event = self._lane.submit(self._install, layer, on, plan, fresh, selection)
         self._installs[layer] = (event, fresh)
@@ -267,7 +272,7 @@ class KernelCompactDelivery(_KernelDelivery):
     def _install(
         self, layer: int, on: DeviceBatch, plan: ops.PlanOut, new_rows: SplitRows, selection: SplitRows
     ) -> None:
-        host, hot = self._parts.store.layers[layer], self._parts.hot.layers[layer]
+        host, hot = self._parts.host_rows.layers[layer], self._parts.hot.layers[layer]
         self._counters.check_copies(self._moves.install(selection, hot, on, plan))
         self._counters.check_copies(self._moves.fetch(host, hot, on, plan, new_rows, misses=False))
 

@@ -34,7 +34,7 @@ class DecodeGraphs:
         """Whether a graph of ``count`` tokens can run the manager's step; if not, its layers must."""
         manager, queries = self._manager, self._manager.max_query_len
         requests, rest = divmod(count, queries)
-        return not rest and requests <= manager.rows.num_rows and manager.step.can_pad(requests, queries)
+        return not rest and requests <= manager.partitions.total and manager.step.can_pad(requests, queries)
 
     @contextmanager
     def step(self, count: int) -> Iterator[None]:

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from vllm_kvoffload.platforms.ascend.symbols import check_symbols, check_version
+from vllm_kvoffload.platforms.ascend.symbols import symbols_problem, version_problem
+from vllm_kvoffload.platforms.foreign import core_problem, watch
 
 NPU_PLATFORM = "vllm_ascend.platform.NPUPlatform"
 
@@ -20,14 +21,16 @@ def is_npu_platform(platform: object) -> bool:
 def adopt_platform(platform: Any) -> None:
     """Changes the class of vLLM's platform object to our subclass, for all its users. Idempotent.
 
-    vLLM allows only one out-of-tree platform plugin, and that is vllm-ascend's.
-
-    Raises StartupRefusedError if vllm-ascend's version or symbols are not the supported ones.
+    vLLM allows only one out-of-tree platform plugin, and that is vllm-ascend's. With a vllm-ascend whose
+    version or symbols are not the supported ones the object keeps its class, and only configurations that
+    ask for this package are refused.
     """
     if f"{type(platform).__module__}.{type(platform).__qualname__}" != NPU_PLATFORM:
         return
-    check_version()
-    check_symbols("platform")
+    problem = version_problem() or symbols_problem("platform") or core_problem()
+    if problem is not None:
+        watch(platform, problem, store_is_shared=True)
+        return
     from vllm_kvoffload.platforms.ascend.platform import KVOffloadNPUPlatform
 
     platform.__class__ = KVOffloadNPUPlatform

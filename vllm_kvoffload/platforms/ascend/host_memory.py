@@ -16,8 +16,10 @@ import torch
 
 from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.memory.segment import align_up
+from vllm_kvoffload.platforms.ascend.memfabric_kernels import kernels_problem
 from vllm_kvoffload.platforms.ascend.rows import SplitRows
 from vllm_kvoffload.platforms.parts import RankGroup
+from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.values import GIB
 from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
 
@@ -37,10 +39,22 @@ class HostMemory(Protocol):
 
 
 def load_offload() -> Any:
-    """Returns `memfabric_hybrid.offload`, which is an attribute and not a module to import.
+    """Returns `memfabric_hybrid.offload`, ready to be initialised.
 
-    Raises ImportError or OSError if it is not installed, too old, or CANN is missing.
+    Raises:
+        ImportError, OSError: it is not installed, too old, or CANN is missing.
+        ConfigError: its copy kernels are not built.
     """
+    found = offload_module()
+    problem = kernels_problem()
+    if problem is not None:
+        raise problem
+    return found
+
+
+def offload_module() -> Any:
+    """Returns `memfabric_hybrid.offload`, which is an attribute and not a module to import. Raises
+    ImportError, OSError."""
     found = getattr(import_module("memfabric_hybrid"), "offload", None)
     if found is None:
         raise ImportError("this memfabric_hybrid has no offload module")
@@ -79,7 +93,7 @@ class MemfabricMemory:
         offload: MemFabric's module. device: index of this process's NPU.
 
     Raises:
-        RuntimeError: MemFabric cannot be started or lacks memory.
+        ConfigError: MemFabric cannot be started or lacks memory.
     """
 
     def __init__(
@@ -101,11 +115,9 @@ class MemfabricMemory:
             config.store_url = url
         code = offload.initialize(config)
         if code != 0:
-            raise RuntimeError(
-                f"memfabric_hybrid.offload.initialize returned {code} for a host pool of "
-                f"{self.total_bytes >> 30} GiB: are there enough huge pages, and were its kernels built "
-                "(kvoffload doctor)?"
-            )
+            rule = f"offload.initialize returned {code} for a host pool of {self.total_bytes >> 30} GiB"
+            fix = "see that there are enough huge pages, and a driver from 25.5.1 on: kvoffload doctor"
+            raise ConfigError("memfabric_hybrid", "not started", rule, fix)
         barrier()
         self._memory: list[torch.Tensor] = []
         bases: list[int] = []

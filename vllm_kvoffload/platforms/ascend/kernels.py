@@ -6,7 +6,6 @@ asynchronously, and the host never waits for them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,14 +16,13 @@ import torch
 from torch.nn.functional import pad
 
 from vllm_kvoffload import ops
+from vllm_kvoffload.platforms.ascend.operators import KERNELS_ENV, library_path
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, Scatter, SplitRows, check_range
 from vllm_kvoffload.runtime.base import Event
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.sparse.stats import OffloadStats
 from vllm_kvoffload.sparse.step_state import StepState
 
-KERNELS_ENV = "KVOFFLOAD_ASCEND_OPS"
-"""Path of libkvoffload_ascend.so; docs/ascend-build.md says how to build it."""
 LINE_INTS = 16
 """int32 per line of 64 bytes; the kernels require every tensor to start on a line."""
 FETCHED, REFUSED = 0, 1  # columns of a report
@@ -33,21 +31,21 @@ FETCHED, REFUSED = 0, 1  # columns of a report
 def load_kernels() -> Any:
     """Returns torch.ops.kvoffload with the AscendC kernels, None if they were not built.
 
-    Raises ConfigError if KVOFFLOAD_ASCEND_OPS names a library that is missing or does not load.
+    Raises ConfigError if KVOFFLOAD_ASCEND_OPS names a library that is missing, or the library does not load.
     """
-    path = os.environ.get(KERNELS_ENV, "")
+    path = library_path()
     if not path:
         return None
     if not Path(path).is_file():
         raise ConfigError(
-            KERNELS_ENV, path, "no such file", "build it, see docs/ascend-build.md, or unset it"
+            KERNELS_ENV, path, "no such file", "unset it and run kvoffload build-ops, or correct it"
         )
     from vllm_kvoffload.ops import torch_ops  # noqa: F401  # declares dsa_plan, which the library implements
 
     try:
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     except OSError as error:
-        fix = "build it against the CANN and torch_npu that are installed, or unset it"
+        fix = "run kvoffload build-ops again, with the CANN and torch_npu that are installed"
         raise ConfigError(KERNELS_ENV, path, f"does not load: {error}", fix) from error
     return torch.ops.kvoffload
 
@@ -92,23 +90,24 @@ class DeviceBatch:
     tokens: torch.Tensor
     slots: torch.Tensor
     ends: torch.Tensor
-    token_rows: torch.Tensor
+    token_partitions: torch.Tensor
     start_loc: torch.Tensor
     seq_lens: torch.Tensor
-    rows: torch.Tensor
+    partitions: torch.Tensor
     block_table: torch.Tensor
 
 
 class StepBuffers:
     """Holds a step's :class:`DeviceBatch` at the same addresses in every step, as graphs require.
 
-    tokens, rows: of the largest step. table_width: blocks of the longest request.
+    tokens, requests: of the largest step. table_width: blocks of the longest request.
     """
 
-    def __init__(self, tokens: int, rows: int, table_width: int, device: torch.device) -> None:
+    def __init__(self, tokens: int, requests: int, table_width: int, device: torch.device) -> None:
         self._width = table_width
         # The largest is last, so that no step transfers more of it than it needs.
-        self._ints = DeviceInts([*[tokens] * 4, rows + 1, rows, rows, rows * table_width], device)
+        sizes = [*[tokens] * 4, requests + 1, requests, requests, requests * table_width]
+        self._ints = DeviceInts(sizes, device)
 
     def fill(self, step: StepState) -> DeviceBatch:
         """Queues the copy on the compute stream, after everything that reads the previous step."""
@@ -117,10 +116,10 @@ class StepBuffers:
             step.decode_tokens,
             step.decode_slots,
             step.ends,
-            step.token_rows,
+            step.token_partitions,
             step.decode_start_loc,
             step.decode_seq_lens,
-            step.decode_rows,
+            step.decode_partitions,
             pad(table, (0, self._width - table.shape[1])),
         )
         return DeviceBatch(*self._ints.put(fields))
@@ -195,8 +194,8 @@ class DeviceCounters:
         stats.fetched_bytes, refused = sums[-2:]
         if refused:
             raise RuntimeError(
-                f"the AscendC kernels left {refused} rows alone whose block or slot is out of bounds: what "
-                "attention has read is wrong"
+                f"the AscendC kernels left {refused} rows alone whose block or slot is out of bounds: "
+                "attention has read invalid rows"
             )
 
 
@@ -230,9 +229,9 @@ class KernelRows(PortableRows):
 class RowKernels:
     """Calls the kernels that move rows, with this platform's row tensors."""
 
-    def __init__(self, kernels: Any, rows: int, none: SplitRows, device: torch.device) -> None:
+    def __init__(self, kernels: Any, requests: int, none: SplitRows, device: torch.device) -> None:
         self._kernels = kernels
-        self._no_misses = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._no_misses = torch.zeros(requests, dtype=torch.int32, device=device)
         self._none = none
         self._no_slots = torch.empty(0, dtype=torch.int32, device=device)
 
@@ -256,7 +255,7 @@ class RowKernels:
             list((self._none if new_rows is None else new_rows).parts),
             on.block_table,
             on.start_loc,
-            on.rows,
+            on.partitions,
             plan.miss_ids,
             plan.miss_slots,
             plan.miss_counts if misses else self._no_misses,
@@ -273,7 +272,7 @@ class RowKernels:
         new_rows: SplitRows,
         selection: SplitRows,
     ) -> torch.Tensor:
-        """Gathers the rows of all chosen positions of a layer into the selection. Returns the reports."""
+        """Gathers the rows of all top-k positions of a layer into the selection. Returns the reports."""
         report: torch.Tensor = self._kernels.dsa_serve_compact_rows(
             list(host.addresses),
             *host.parts[0].shape[:2],
@@ -284,7 +283,7 @@ class RowKernels:
             on.start_loc,
             on.seq_lens,
             on.block_table,
-            on.rows,
+            on.partitions,
         )
         return report
 
@@ -303,7 +302,7 @@ class RowKernels:
             list(selection.parts),
             list(hot.parts),
             on.start_loc,
-            on.rows,
+            on.partitions,
             plan.miss_positions,
             plan.miss_slots,
             plan.miss_counts,

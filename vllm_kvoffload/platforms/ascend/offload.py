@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tp_group
 
 from vllm_kvoffload.engine import EngineSettings
@@ -21,16 +24,23 @@ from vllm_kvoffload.platforms.ascend.host_memory import (
     SegmentMemory,
     load_offload,
 )
-from vllm_kvoffload.platforms.ascend.kernels import KERNELS_ENV, KernelRows, load_kernels
+from vllm_kvoffload.platforms.ascend.kernels import KernelRows, load_kernels
+from vllm_kvoffload.platforms.ascend.operators import KERNELS_ENV
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, SparseCopyRows
-from vllm_kvoffload.platforms.parts import RankGroup, WorkerOffload, open_recorder, open_segment
-from vllm_kvoffload.runtime.npu import NpuRuntime
+from vllm_kvoffload.platforms.parts import (
+    ForwardPass,
+    RankGroup,
+    WorkerOffload,
+    open_recorder,
+    open_segment,
+)
+from vllm_kvoffload.runtime.npu import NPURuntime
 from vllm_kvoffload.runtime.ranks import rank_barrier
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.offload import SparseOffloadConfig
 from vllm_kvoffload.sparse.host_pool import HostPoolLayout
 from vllm_kvoffload.sparse.manager import SparseKVManager
-from vllm_kvoffload.sparse.step import PoolChoice
+from vllm_kvoffload.sparse.step import PoolSlots, StepBatch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,27 +49,33 @@ logger = get_logger(__name__)
 
 HOST_PLANS = (
     "The AscendC kernels (%s) are not there: plans are made on the host, which waits for the device once in "
-    "each index group. See docs/ascend.md."
+    "each index group. Build them with kvoffload build-ops."
 )
 
 
-class AscendOffload(WorkerOffload):
+@dataclass(frozen=True)
+class AscendPass(ForwardPass):
+    """causal_ends: int32 [T] on the device, causal limit (exclusive) of every query token."""
+
+    causal_ends: torch.Tensor
+
+
+class AscendOffload(WorkerOffload[AscendPass]):
     """One worker's offload: everything it owns is freed by :meth:`close`.
 
     Args:
         settings: the engine's, with the offload enabled.
         num_blocks: KV blocks the scheduler hands out. device: this worker's NPU.
-        req_ids: returns the batch's request ids in order.
         npu: torch.npu; scatter: torch_npu.npu_scatter_nd_update_.
     """
 
     _memory: HostMemory
-    pool_view: tuple[PoolChoice, Any] | None = None
+    pool_view: tuple[PoolSlots, Any] | None = None
     """The last plan's top-k rows and slots, and attention's view of them."""
     graphs: DecodeGraphs | None = None
     """None if no step can run in a full graph."""
-    dummy = False
-    """Whether the current forward passes are dummy runs."""
+    _drafts: Sequence[AscendPass] = ()
+    """The current step's draft passes."""
 
     def __init__(
         self,
@@ -67,18 +83,13 @@ class AscendOffload(WorkerOffload):
         settings: EngineSettings,
         num_blocks: int,
         device: torch.device,
-        req_ids: Callable[[], Sequence[str]],
         npu: Any,
         scatter: Any,
     ) -> None:
-        self.geometry = geometry = settings.model
+        geometry = settings.model
         config, block_size = settings.offload, settings.facts.block_size
         group = get_tp_group()
         barrier = rank_barrier(group.cpu_group) if group.world_size > 1 else None
-        self._req_ids = req_ids
-        self._target: object = None
-        self._draft: object = None
-        self._drafts = 0
         dtype = vllm_config.model_config.dtype
         assert isinstance(dtype, torch.dtype)
         self._dtype = dtype
@@ -95,7 +106,7 @@ class AscendOffload(WorkerOffload):
             pulls=vllm_config.kv_transfer_config is not None,
         )
         self._recorder = open_recorder(vllm_config, config, geometry) if group.rank_in_group == 0 else None
-        self._runtime = NpuRuntime(npu, device.index or 0)
+        self._runtime = NPURuntime(npu, device.index or 0)
         max_model_len = settings.max_model_len
         planning = None
         if kernels is not None:
@@ -136,62 +147,80 @@ class AscendOffload(WorkerOffload):
         """Returns a layer's whole main KV in host memory: latent and rope, [num_blocks, block_size, 1, D]."""
         return tuple(part.view(self._dtype).unsqueeze(2) for part in self._memory.layers[layer].parts)
 
-    def enter(self, layer: int, metadata: Any) -> bool:
-        """Begins the step or draft pass of these metadata when its first layer runs.
+    def describe(self, attn_metadata: Mapping[str, Any]) -> AscendPass:
+        return describe_pass(next(iter(attn_metadata.values())))
 
-        A step's layers have several metadata objects but one batch. Draft passes are prepared long before
-        they run, so only the layer can tell when one begins. Returns False for a dummy run, which has
-        nothing to attend to.
-        """
-        if self.graphs is not None and self.graphs.on is not None:
-            return True
-        if self.dummy:
-            return False
-        batch = metadata.batch
-        if batch is (self._target if layer < self.geometry.num_target_layers else self._draft):
-            return True
-        names = self._req_ids()[: batch.num_requests]
-        if len(names) < batch.num_requests:
-            return False
-        if layer < self.geometry.num_target_layers:
-            self.manager.begin_step(batch.named(names))
-            self._target, self._draft, self._drafts = batch, None, 0
-        else:
-            self.manager.begin_draft(batch.named(names), self._drafts)
-            self._draft = batch
-            self._drafts += 1
-        return True
+    def describe_draft(self, context: Any, index: int) -> AscendPass:
+        """Upstream has the metadata of all draft passes before the first one runs, and lists them in the
+        context. All are read then: later the host would wait for the pass before."""
+        if index == 0:
+            self._drafts = [self.describe(metadata) for metadata in context.draft_attn_metadatas]
+        return self._drafts[index]
 
     @contextmanager
-    def graph(self, metadata: Any, count: int) -> Iterator[bool]:
-        """Wraps a forward pass over ``count`` tokens that is to run in a full graph with these metadata.
+    def target_pass(self, context: Any, req_ids: Sequence[str]) -> Iterator[None]:
+        with super().target_pass(context, req_ids):
+            if context.cudagraph_runtime_mode != CUDAGraphMode.FULL:
+                yield
+                return
+            with self._in_graph(context):
+                yield
 
-        Yields False if it must run layer by layer, because another reader waits for the step's rows.
-        """
-        if self.dummy:
+    @contextmanager
+    def dummy_pass(self, context: Any) -> Iterator[None]:
+        """Wraps a capture, a dummy replay, or the same layers uncaptured, which upstream runs first so that
+        capture finds everything initialised."""
+        if self.graphs is not None:
             self.manager.begin_dummy_step()
-        begun = self.dummy or self.enter(0, metadata)
-        if self.graphs is None or not begun or not self.graphs.can_run(count):
-            yield False
-            return
-        with self.graphs.step(count):
-            yield True
+        with self._in_graph(context, dummy=True):
+            yield
 
     @contextmanager
-    def dummy_run(self) -> Iterator[None]:
-        """Wraps forward passes without real requests."""
-        self.dummy = True
-        try:
-            yield
-        finally:
-            self.dummy = False
+    def _in_graph(self, context: Any, dummy: bool = False) -> Iterator[None]:
+        """Prepares a step that is to run in a full graph, and accounts for it afterwards.
 
-    def settle(self) -> None:
-        """Waits for device and ranks, which may still write to blocks that are about to be filled from
-        outside."""
-        self._runtime.current_stream().synchronize()
-        self.manager.store.join()
-        self.manager.store.await_ranks()
+        A step that needs the host between layers is made to run layer by layer instead.
+        """
+        metadata = next(iter(context.attn_metadata.values()))
+        if self.graphs is None or not self.graphs.can_run(metadata.num_input_tokens):
+            if context.cudagraph_runtime_mode == CUDAGraphMode.FULL:
+                context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+            yield
+            return
+        opened = self._open(describe_pass(metadata)) if dummy else nullcontext()
+        with opened, self.graphs.step(metadata.num_input_tokens):
+            yield
+
+    def current(self) -> AscendPass | None:
+        """Returns the pass that is open, None in a dummy run that has nothing to attend to.
+
+        Raises RuntimeError if attention runs outside of any.
+        """
+        if self.running is None and not self.dummy:
+            raise RuntimeError("attention runs, but the runner has begun neither a step nor a draft pass")
+        return self.running
+
+
+def describe_pass(metadata: Any) -> AscendPass:
+    """Derives a pass, without padding, from a layer's ``KVOffloadSFAMetadata``.
+
+    Lengths come from the device: with drafts, upstream's host copy may be too high. The host needs them,
+    so it waits for the pass's input tensors.
+    """
+    tokens = int(metadata.num_actual_tokens)
+    starts = metadata.query_start_loc.numpy()
+    requests = int(np.searchsorted(starts[:-1], tokens, side="left"))  # the rest is padding
+    batch = StepBatch(
+        query_start_loc=starts[: requests + 1].astype(np.int32),
+        seq_lens=metadata.seq_lens[:requests].cpu().numpy().astype(np.int32),
+        block_table=metadata.block_table[:requests].cpu(),
+        slot_mapping=metadata.slot_mapping[:tokens].cpu().long(),
+        block_size=metadata.block_size,
+    )
+    ends = np.repeat(batch.computed - batch.query_start_loc[:-1] + 1, batch.query_lens)
+    ends += np.arange(len(ends), dtype=ends.dtype)
+    there = torch.from_numpy(ends.astype(np.int32)).to(metadata.slot_mapping.device)
+    return AscendPass(batch, there)
 
 
 def open_parts(
@@ -222,13 +251,18 @@ def open_parts(
         )
     try:
         offload = load_offload()
+    except ConfigError as error:
+        if pulls:
+            raise
+        logger.warning("%s. Until then the host pool is a shared-memory segment.", error)
+        offload = None
     except (ImportError, OSError) as error:
         if pulls:
             rule = (
                 f"decode's host pool must be MemFabric's memory, and its offload module is missing: {error}"
             )
             raise ConfigError(
-                "transfer_backend", "memfabric", rule, "install MemFabric Hybrid 1.2"
+                "transfer_backend", "memfabric", rule, "install MemFabric Hybrid 1.3, see docs/ascend.md"
             ) from error
         offload = None
     if offload is not None:
@@ -238,7 +272,7 @@ def open_parts(
         if kernels is None:
             logger.warning(HOST_PLANS, KERNELS_ENV)
         return memory, SparseCopyRows(*basics, offload.sparse_copy), kernels
-    pool = open_segment(layout, config, group, barrier)
+    pool = open_segment(layout, config, group, barrier, spread=True)
     if kernels is not None:
         memory = SegmentMemory(pool, kernels.host_register, kernels.host_unregister)
         return memory, KernelRows(*basics, kernels), kernels

@@ -4,17 +4,21 @@ options.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm_ascend.platform import NPUPlatform
 
-from vllm_kvoffload.engine import EngineOptions
+from vllm_kvoffload.engine import EngineOptions, uses_micro_batches
+from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.platforms.ascend.checks import check_ascend
 from vllm_kvoffload.platforms.ascend.connectors import name_modules
+from vllm_kvoffload.platforms.built_model import check_checkpoint, checkpoint_indexers
 from vllm_kvoffload.platforms.refusal import refuse
+from vllm_kvoffload.platforms.requested import request_of
 from vllm_kvoffload.settings.errors import ConfigError
-from vllm_kvoffload.settings.offload import SECTION
+from vllm_kvoffload.settings.offload import SECTION, refuse_micro_batches
 
 UPSTREAM_WORKER = "vllm_ascend.worker.worker.NPUWorker"
 WORKER = "vllm_kvoffload.platforms.ascend.worker.KVOffloadNPUWorker"
@@ -36,8 +40,12 @@ class KVOffloadNPUPlatform(NPUPlatform):
         if vllm_config.model_config is None:
             super().check_and_update_config(vllm_config)
             return
+        micro_batches = uses_micro_batches(vllm_config)  # upstream switches them off, with a warning
         super().check_and_update_config(vllm_config)
         try:
+            asked = request_of(vllm_config, store_is_shared=True)
+            if asked and micro_batches:
+                refuse_micro_batches(asked)
             cls._check(vllm_config)
         except ConfigError as error:
             refuse(error)
@@ -58,8 +66,7 @@ class KVOffloadNPUPlatform(NPUPlatform):
             # After a step, a block's KV exists only in the store, where prefixes are found.
             vllm_config.cache_config.enable_prefix_caching = False
         if settings.geometry is not None:
-            # Normalised to the spelling that vLLM's model code reads.
-            vllm_config.model_config.hf_text_config.index_topk_pattern = settings.geometry.index_topk_pattern
+            name_indexers(vllm_config.model_config, settings.geometry)
 
     @classmethod
     def get_attn_backend_cls(
@@ -76,3 +83,19 @@ class KVOffloadNPUPlatform(NPUPlatform):
         # Not the buffer plan: a draft model's config has no geometry.
         store = options.store
         return PREFILL_BACKEND if store is not None and store.buffers.independent != "all" else path
+
+
+def name_indexers(model_config: Any, geometry: KVGeometry) -> None:
+    """Completes a model's config by the two spellings that upstream reads, so that it builds what the
+    geometry says: layers that reuse another one's choice by `index_topk_pattern`, and those of them that
+    get no indexer by `indexer_types`.
+
+    Raises ConfigError: the checkpoint has indexers in such layers.
+    """
+    indexers = checkpoint_indexers(Path(model_config.model))
+    if indexers is not None:
+        check_checkpoint(geometry, indexers)
+    config = model_config.hf_text_config
+    config.index_topk_pattern = geometry.index_topk_pattern
+    if indexers is not None and "shared" in geometry.indexer_types:
+        config.indexer_types = list(geometry.indexer_types)

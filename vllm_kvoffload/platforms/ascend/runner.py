@@ -1,15 +1,12 @@
-"""NPU model runner: owns the main KV's location, and reports requests to the offload."""
+"""NPU model runner: owns the main KV's location."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch_npu
-from vllm.config import CUDAGraphMode
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.worker.utils import bind_kv_cache
 from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
@@ -27,9 +24,9 @@ from vllm_kvoffload.platforms.ascend.caches import (
     layer_caches,
 )
 from vllm_kvoffload.platforms.ascend.offload import AscendOffload
-from vllm_kvoffload.platforms.ascend.shared_caches import shared_caches
-from vllm_kvoffload.platforms.parts import add_late_losses
 from vllm_kvoffload.platforms.refusal import refuse
+from vllm_kvoffload.platforms.runner import OffloadRunnerMixin
+from vllm_kvoffload.platforms.shared_caches import shared_caches
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.sparse.offloaded import OffloadedKV
 
@@ -38,7 +35,7 @@ logger = get_logger(__name__)
 ALIGNMENT = 2 << 20
 
 
-class KVOffloadNPUModelRunner(NPUModelRunner):
+class KVOffloadNPUModelRunner(OffloadRunnerMixin, NPUModelRunner):
     """vllm-ascend's runner. With offload, the device holds only the indexers' cache tensors."""
 
     offload: AscendOffload | None = None
@@ -64,12 +61,11 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
         """Allocates the caches of a prefill engine whose layers share memory."""
         num_blocks = kv_cache_config.num_blocks
         specs = self._get_layer_kv_cache_specs(kv_cache_config)
-        caches = shared_caches(
-            plan,
-            indexer_layouts(specs),
-            lambda: self._main_cache(num_blocks),
-            lambda layout: self._indexer_cache(layout, num_blocks),
-        )
+        layouts = indexer_layouts(specs)
+        mains = shared_caches(plan, dict.fromkeys(layouts), lambda _: self._main_cache(num_blocks))
+        with_indexer = {name: layout for name, layout in layouts.items() if layout is not None}
+        indexers = shared_caches(plan, with_indexer, lambda layout: self._indexer_cache(layout, num_blocks))
+        caches = {name: LayerCache(main, indexers.get(name, ())) for name, main in mains.items()}
         context = self.compilation_config.static_forward_context
         for name in caches:
             if context[name].impl.enable_mlapo:
@@ -99,7 +95,6 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
                 self.settings,
                 kv_cache_config.num_blocks,
                 self.device,
-                lambda: self.input_batch.req_ids,
                 getattr(torch, "npu"),  # noqa: B009  # torch_npu adds it
                 torch_npu.npu_scatter_nd_update_,
             )
@@ -118,6 +113,7 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
         bind_kv_cache(bound, context, self.kv_caches)
         for name in caches:
             bind_offload(context[name].impl, offload, extract_layer_index(name))
+        self.watch_drafter()
         return caches
 
     def _indexer_cache(self, layout: IndexerLayout | None, num_blocks: int) -> tuple[torch.Tensor, ...]:
@@ -141,64 +137,11 @@ class KVOffloadNPUModelRunner(NPUModelRunner):
         quantised = keys.view(layout.dtype).view(*shape, layout.width)
         return quantised, scales.view(layout.scale_dtype).view(*shape, 1)
 
-    def _update_states(self, scheduler_output: Any) -> Any:
-        if self.offload is not None:
-            manager = self.offload.manager
-            manager.release(scheduler_output.finished_req_ids)
-            manager.release(scheduler_output.preempted_req_ids or ())
-            if getattr(scheduler_output.kv_connector_metadata, "receives", None):
-                self.offload.settle()
-        return super()._update_states(scheduler_output)
-
-    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self.offload is None else self.offload.dummy_run():
-            return super()._dummy_run(*args, **kwargs)
-
-    def _model_forward(self, num_tokens_padded: int, *args: Any, **kwargs: Any) -> Any:
-        """Calls upstream's; before and after it, prepares and accounts for a step in a full graph.
-
-        Upstream runs the same layers uncaptured first, so that capture finds everything initialised.
-        """
-        context, offload = get_forward_context(), self.offload
-        full = context.cudagraph_runtime_mode == CUDAGraphMode.FULL
-        warms_up = offload is not None and offload.dummy and context.attn_metadata
-        if offload is None or not (full or warms_up):
-            return super()._model_forward(num_tokens_padded, *args, **kwargs)
-        assert isinstance(context.attn_metadata, dict)  # a list only with micro-batches
-        metadata = next(iter(context.attn_metadata.values()))
-        with offload.graph(metadata, num_tokens_padded) as in_graph:
-            if full and not in_graph:
-                context.cudagraph_runtime_mode = CUDAGraphMode.NONE
-            return super()._model_forward(num_tokens_padded, *args, **kwargs)
-
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().execute_model(*args, **kwargs)
-        if self.offload is not None:
-            self.offload.publish()
-        return output
-
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().sample_tokens(*args, **kwargs)
-        add_late_losses(output)
-        if self.offload is not None:
-            self.offload.publish()
-        return output
-
-    def shutdown(self) -> None:
-        """Calls upstream's, then frees the pools."""
-        offload, self.offload = self.offload, None
-        try:
-            super().shutdown()
-        finally:
-            self._close(offload)
-
-    def _close(self, offload: AscendOffload | None) -> None:
-        if offload is not None:
-            for layer in self.compilation_config.static_forward_context.values():
-                impl = getattr(layer, "impl", None)
-                if isinstance(impl, KVOffloadSFAImpl):
-                    impl.kv = impl.offload = None
-            offload.close()
+    def _unbind(self, layers: list[Any]) -> None:
+        for layer in layers:
+            impl = getattr(layer, "impl", None)
+            if isinstance(impl, KVOffloadSFAImpl):
+                impl.kv = impl.offload = None
 
 
 def bind_offload(impl: Any, offload: AscendOffload, layer: int) -> None:

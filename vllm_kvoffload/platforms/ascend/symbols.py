@@ -73,6 +73,7 @@ SYMBOLS = (
            where="platform"),
     Symbol(_WORKER, "NPUWorker.init_device", "makes the model runner", ()),
     Symbol(_WORKER, "NPUModelRunner", "the name by which init_device finds the runner's class"),
+    Symbol(_WORKER, "NPUWorker.load_model", "the built model is compared with the geometry after it", ()),
     Symbol(_WORKER, "NPUWorker.determine_available_memory", "reports what the capacity formula found", ()),
     Symbol(_WORKER, "NPUWorker.get_kv_cache_spec", "page sizes are compared with the geometry", ()),
     Symbol(_RUNNER, "NPUModelRunner.initialize_kv_cache_tensors",
@@ -85,10 +86,15 @@ SYMBOLS = (
            ("dsa_k_tensor_size", "dsa_k_scale_tensor_size", "alignment", "scale_dtype")),
     Symbol(_RUNNER, "NPUModelRunner._update_states", "rows of finished requests are released",
            ("scheduler_output",)),
-    Symbol(_RUNNER, "NPUModelRunner._model_forward", "a full graph's step is begun before it and ended after",
-           ("num_tokens_padded",)),
+    Symbol(_RUNNER, "NPUModelRunner._model_forward", "runs the target model once in every step, which begins "
+           "before it", ("num_tokens_padded",)),
     Symbol(_RUNNER, "NPUModelRunner._dummy_run", "its requests don't exist; full graphs are captured in it",
            ("num_tokens",)),
+    Symbol("vllm_ascend.spec_decode.llm_base_proposer", "AscendSpecDecodeBaseProposer._run_merged_draft",
+           "calls the drafter's `model` once in every draft pass"),
+    Symbol("vllm_ascend.ascend_forward_context", "set_ascend_forward_context",
+           "lists the metadata of all draft passes in the context",
+           ("attn_metadata", "vllm_config", "draft_attn_metadatas")),
     Symbol("vllm_ascend.compilation.acl_graph", "ACLGraphWrapper.__call__",
            "replays in mode FULL, and runs the layers in mode NONE"),
     Symbol("vllm.forward_context", "get_forward_context", "the step's mode and metadata", ()),
@@ -106,17 +112,17 @@ SYMBOLS = (
                    "c8_k_scale_cache_dtype", "page_size_bytes")),
     Symbol(_SFA, "AscendSFABackend.get_impl_cls", "our implementation", ()),
     Symbol(_SFA, "AscendSFABackend.get_builder_cls", "our metadata builder", ()),
-    Symbol(_SFA, "AscendSFAMetadata", "extended by the step's batch",
-           fields=("slot_mapping", "cum_query_lens", "seq_lens", "block_table", "num_actual_tokens",
-                   "num_input_tokens", "attn_state")),
+    Symbol(_SFA, "AscendSFAMetadata", "a pass's batch is derived from it",
+           fields=("slot_mapping", "cum_query_lens", "seq_lens", "block_table", "block_size",
+                   "num_actual_tokens", "num_input_tokens", "attn_state")),
     Symbol(_SFA, "AscendSFAMetadataBuilder.__init__", "takes our metadata class",
            ("kv_cache_spec", "layer_names", "vllm_config", "device", "metadata_cls",
             "supports_dcp_with_varlen")),
-    Symbol(_SFA, "AscendSFAMetadataBuilder._build", "adds the step's batch, for drafts too",
+    Symbol(_SFA, "AscendSFAMetadataBuilder._build", "adds what the host needs, for drafts too",
            ("common_attn_metadata", "draft_index")),
     Symbol(_SFA, "AscendSFAImpl.process_weights_after_loading", "fused preprocessing is switched off first",
            ("act_dtype",)),
-    Symbol(_SFA, "AscendSFAImpl.forward", "begins the step at its first layer",
+    Symbol(_SFA, "AscendSFAImpl.forward", "outputs zeros in dummy runs",
            ("layer_name", "hidden_states", "kv_cache", "attn_metadata", "need_gather_q_kv", "output")),
     Symbol(_SFA, "AscendSFAImpl.exec_kv", "new rows go to the offload instead of a paged cache",
            ("kv_no_split", "cos", "sin", "kv_cache", "slots", "attn_metadata")),
@@ -125,6 +131,8 @@ SYMBOLS = (
            "reads hot pool or prefill buffer",
            ("ql_nope", "q_pe", "kv_cache", "topk_indices", "attn_metadata", "actual_seq_lengths_query",
             "actual_seq_lengths_key")),
+    Symbol(_SFA, "_has_shared_indexer_layers", "reads indexer_types, which our platform completes",
+           ("configs",)),
     Symbol("vllm_ascend.device.device_op", "DeviceOperator.execute_sparse_flash_attention_process",
            "the attention operator with a block table of ours",
            ("sfa_impl", "ql_nope", "q_pe", "kv_cache", "topk_indices", "attn_metadata",
@@ -142,9 +150,8 @@ SYMBOLS = (
     Symbol("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",
            "MultiConnector._get_connector_classes_and_configs", "parts get their modules, too",
            ("vllm_config",)),
-    Symbol("vllm_ascend.attention.utils", "AscendCommonAttentionMetadata", "the step's batch is made of it",
-           fields=("query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "block_table_tensor",
-                   "slot_mapping", "positions")),
+    Symbol("vllm_ascend.attention.utils", "AscendCommonAttentionMetadata", "what the host needs of a pass",
+           fields=("query_start_loc_cpu", "num_reqs", "positions")),
     Symbol("torch_npu.npu", "Stream.wait_event", "a stream of the kernels waits for the compute stream",
            ("event",)),
     Symbol("torch_npu.npu", "Event.record", "and the other way round", ("stream",)),
@@ -206,23 +213,33 @@ def problems(symbols: Sequence[Symbol] = SYMBOLS, where: Where | None = None) ->
     return [problem for symbol in chosen if (problem := find_problem(symbol))]
 
 
-def check_symbols(where: Where) -> None:
-    """Rejects a vllm-ascend that lacks a symbol. Raises StartupRefusedError naming it."""
+def symbols_problem(where: Where) -> ConfigError | None:
+    """Why a vllm-ascend that lacks a symbol can't be used, None if all are there."""
     found = problems(where=where)
-    if found:
-        rule = f"it is not the release this package knows: {'; '.join(found[:3])}"
-        refuse(ConfigError(DISTRIBUTION, _installed(), rule, f"install {DISTRIBUTION}=={RELEASE}"))
+    if not found:
+        return None
+    rule = f"it is not the release this package knows: {'; '.join(found[:3])}"
+    return ConfigError(DISTRIBUTION, _installed(), rule, f"install {DISTRIBUTION}=={RELEASE}")
 
 
-def check_version(installed: str | None = None) -> None:
-    """Rejects a vllm-ascend of another minor release. Raises StartupRefusedError."""
+def version_problem(installed: str | None = None) -> ConfigError | None:
+    """Why a vllm-ascend of another minor release can't be used, None for one that can."""
     version = installed or _installed()
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
     if numbers >= OLDEST and numbers[:2] < TOO_NEW:
-        return
+        return None
     side = "old" if numbers < OLDEST else "new"
     rule = f"too {side}: this package works with 0.23 from {'.'.join(map(str, OLDEST))} on"
-    refuse(ConfigError(DISTRIBUTION, version, rule, f"install {DISTRIBUTION}=={RELEASE}"))
+    # Releases from 0.26 on have an offload with options of the same names.
+    other = "" if numbers < OLDEST else "; to use vllm-ascend's own offload, uninstall vllm-kvoffload"
+    return ConfigError(DISTRIBUTION, version, rule, f"install {DISTRIBUTION}=={RELEASE}{other}")
+
+
+def check_symbols(where: Where) -> None:
+    """Rejects a vllm-ascend that lacks a symbol. Raises StartupRefusedError naming it."""
+    problem = symbols_problem(where)
+    if problem is not None:
+        refuse(problem)
 
 
 def _installed() -> str:

@@ -10,6 +10,7 @@ from vllm_kvoffload.log import get_logger
 from vllm_kvoffload.platforms.ascend.hooks import runner_class
 from vllm_kvoffload.platforms.ascend.runner import KVOffloadNPUModelRunner
 from vllm_kvoffload.platforms.ascend.symbols import check_symbols
+from vllm_kvoffload.platforms.built_model import check_runner
 from vllm_kvoffload.platforms.parts import log_capacity
 from vllm_kvoffload.platforms.refusal import refuse
 from vllm_kvoffload.settings.errors import ConfigError
@@ -33,6 +34,13 @@ class KVOffloadNPUWorker(NPUWorker):
         self.settings = EngineSettings.of(self.vllm_config, "npu")
         if self.rank == 0 and self.settings.offload.enabled:
             logger.info("%s", self.settings.model.describe())
+
+    def load_model(self) -> None:
+        super().load_model()
+        try:
+            check_runner(self.model_runner, self.settings.model)
+        except ConfigError as error:
+            refuse(error)
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:

@@ -46,7 +46,7 @@ class CPUSparseMLABackend(AttentionBackend):
 
 
 class CPUSparseMLAImpl(MLAAttentionImpl[SparseMetadata], SharedTopkIndicesBuffer):
-    """Absorbed MLA: queries in the latent space, keys and values from chosen rows."""
+    """Absorbed MLA: queries in the latent space, keys and values from selected rows."""
 
     is_sparse = True
     supports_dense_mha_prefill = False

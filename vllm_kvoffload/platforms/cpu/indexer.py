@@ -70,7 +70,7 @@ class CPUIndexerCache(DeepseekV32IndexerCache):
         return buffer
 
     @property
-    def choice_is_frozen(self) -> bool:
+    def topk_is_frozen(self) -> bool:
         """Whether a later draft of a step reuses the first one's top-k indices, already in the buffer."""
         return bool(self.mla.skip_topk)
 
@@ -152,16 +152,16 @@ def sparse_indexer(
         return k_pe.clone(memory_format=torch.contiguous_format)  # profiling: there is no cache yet
     assert isinstance(metadata, SparseMetadata)
     assert isinstance(layer, CPUIndexerCache)
-    if not layer.choice_is_frozen:
+    if not layer.topk_is_frozen:
         await_layer(prefix)
         cache = layer.kv_cache
         rows = cache.view(-1, cache.shape[-1])
         rows.index_copy_(0, slot_mapping, k[: slot_mapping.numel()].to(cache.dtype))
-        choose(q, weights, cache, metadata.batch, layer.topk_indices)
+        write_topk(q, weights, cache, metadata.batch, layer.topk_indices)
     return k_pe.clone(memory_format=torch.contiguous_format)
 
 
-def choose(
+def write_topk(
     q: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, batch: StepBatch, topk_indices: torch.Tensor
 ) -> None:
     """Writes the top-k indices of a step's query tokens to the first T rows of ``topk_indices``."""
@@ -171,7 +171,7 @@ def choose(
         if start == stop:
             continue
         if batch.seq_lens[n] <= topk:
-            scores = torch.empty((stop - start, int(batch.seq_lens[n])))  # all are chosen
+            scores = torch.empty((stop - start, int(batch.seq_lens[n])))  # all are selected
         else:
             scores = indexer_scores(q[start:stop], weights[start:stop], gather_keys(cache, batch, n))
         select_topk(scores, int(computed[n]), topk, topk_indices[start:stop])

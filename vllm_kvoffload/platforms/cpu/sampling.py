@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 EXPAND_KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
 
@@ -37,6 +37,15 @@ def expand_kernel(
     """
     counts = ends.diff(prepend=ends.new_zeros(1))
     output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts))
+
+
+def register_expand_kernel() -> None:
+    """Replaces the third fault's kernel in this process, which runs a DSA model. Idempotent."""
+    if HAS_TRITON:
+        return
+    from vllm.triton_utils.dispatcher import register_kernels
+
+    register_kernels({EXPAND_KERNEL: expand_kernel})
 
 
 class SoundCPUModelRunner(CPUModelRunner):
@@ -68,12 +77,3 @@ class SoundCPUModelRunner(CPUModelRunner):
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         drafts = spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens)
         return super()._sample(logits, spec_decode_metadata if drafts else None)
-
-
-class SoundCPUWorker(CPUWorker):
-    """vLLM's CPU worker with :class:`SoundCPUModelRunner`."""
-
-    def init_device(self) -> None:
-        super().init_device()  # type: ignore[no-untyped-call]
-        if type(self.model_runner) is CPUModelRunner:  # any other runner does not have the faults
-            self.model_runner = SoundCPUModelRunner(self.vllm_config, torch.device("cpu"))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvoffload.engine import EngineSettings
 from vllm_kvoffload.log import get_logger
+from vllm_kvoffload.platforms.built_model import check_runner
+from vllm_kvoffload.platforms.cpu.mla import register_mla_layer
 from vllm_kvoffload.platforms.cpu.runner import KVOffloadCPUModelRunner
+from vllm_kvoffload.platforms.cpu.sampling import register_expand_kernel
 from vllm_kvoffload.platforms.parts import log_capacity
+from vllm_kvoffload.platforms.refusal import refuse
+from vllm_kvoffload.settings.errors import ConfigError
 
 logger = get_logger(__name__)
 
@@ -23,12 +30,21 @@ class KVOffloadCPUWorker(CPUWorker):
     """
 
     def init_device(self) -> None:
+        register_mla_layer()
+        register_expand_kernel()
         self.settings = EngineSettings.of(self.vllm_config, "cpu")
         super().init_device()  # type: ignore[no-untyped-call]
         if self.rank == 0:
             logger.info("%s", self.settings.model.describe())
         # vLLM's worker has no hook for the class, so its own runner, still without a model, is replaced.
         self.model_runner = KVOffloadCPUModelRunner(self.vllm_config, torch.device("cpu"), self.settings)
+
+    def load_model(self, **options: Any) -> None:
+        super().load_model(**options)
+        try:
+            check_runner(self.model_runner, self.settings.model)
+        except ConfigError as error:
+            refuse(error)
 
     def determine_available_memory(self) -> int:
         device_bytes: int = super().determine_available_memory()

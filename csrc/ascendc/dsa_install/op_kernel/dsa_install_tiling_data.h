@@ -10,7 +10,7 @@ struct InstallTiling {
   int32_t tokens;         // T
   int32_t width;          // K
   int32_t hot_rows;       // R
-  int32_t slots;          // P, per row
+  int32_t slots;          // P, per partition
   int32_t miss_capacity;  // M
   int32_t by_request;     // 1: rows share lines, so that a request's rows are written by one core only
   RowsTiling rows;

@@ -61,16 +61,16 @@ inline void check_plan_shape(Checker& check, const PlanShape& shape, int64_t cor
                 "ways: must be 16 or 32, got " + std::to_string(shape.ways));
   check.require(is_power_of_two(shape.sets), "sets: must be a power of two, got " + std::to_string(shape.sets));
   check.require(shape.sets >= kMinPartSets,
-                "sets: the kernel needs at least " + std::to_string(kMinPartSets) + " per row, got " +
+                "sets: the kernel needs at least " + std::to_string(kMinPartSets) + " per partition, got " +
                     std::to_string(shape.sets) + "; use a topk_buffer_size of at least " +
                     std::to_string(kMinPartSets * shape.ways));
   check.between("policy", shape.policy, 0, kPolicyCount - 1);
   check_pool(check, shape.rows, shape.sets * shape.ways);
   check.require(shape.sets * shape.ways <= 32768,
-                "slots per row: must be at most 32768, got " + std::to_string(shape.sets * shape.ways));
+                "slots per partition: must be at most 32768, got " + std::to_string(shape.sets * shape.ways));
   check.require(shape.max_query * shape.width <= shape.sets * shape.ways,
                 "top-k: " + std::to_string(shape.max_query) + " query tokens of " + std::to_string(shape.width) +
-                    " ids do not fit a row of " + std::to_string(shape.sets * shape.ways) + " slots");
+                    " ids do not fit a partition of " + std::to_string(shape.sets * shape.ways) + " slots");
   check.require(shape.miss_capacity >= shape.max_query * shape.width,
                 "miss capacity: " + std::to_string(shape.miss_capacity) + " is less than the " +
                     std::to_string(shape.max_query * shape.width) + " ids of a request");
@@ -136,7 +136,7 @@ inline Tiled<PlanTiling> tile_dsa_plan(const PlanShape& shape, int64_t cores) {
   const int64_t needed = plan_ub_bytes(shape, data);
   check.require(needed <= kUbBytes, "unified buffer: the plan needs " + std::to_string(needed) + " of " +
                                         std::to_string(kUbBytes) + " bytes; use fewer requests per call, a smaller "
-                                        "top-k or fewer slots per row");
+                                        "top-k or fewer slots per partition");
   return tiled;
 }
 

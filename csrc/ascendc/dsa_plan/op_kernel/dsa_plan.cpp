@@ -1,5 +1,5 @@
-// dsa_plan: which slots of its hot-pool row each request's top-k ids have, and which ids must be fetched. Three phases
-// with all cores in step between them: parts of rows, rows, totals. Arguments: see PlanArguments.
+// dsa_plan: the slots of each request's top-k ids in its partition of the hot pools, and the ids to fetch. Three phases
+// with all cores in step between them: parts of partitions, partitions, totals. Arguments: see PlanArguments.
 #include "kernel_operator.h"
 
 #include "plan_rows.h"

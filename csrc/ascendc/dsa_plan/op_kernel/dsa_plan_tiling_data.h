@@ -10,7 +10,7 @@ constexpr int32_t kScanSlots = 1024;    // slots scanned by one
 constexpr int32_t kRecordInts = 16;     // one line
 constexpr int32_t kRecordNewSlots = 8;  // first of kMaxQueryTokens ints in a record
 
-// A request's row is planned in `parts`, each a range of sets.
+// A request's partition is planned in `parts`, each a range of sets.
 struct PlanTiling {
   int32_t cores;
   int32_t requests;       // N

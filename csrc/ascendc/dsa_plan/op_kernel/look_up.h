@@ -1,4 +1,4 @@
-// Looks up 256 ids in the sets of one part of a row, with vector instructions only: the tags of the ids' sets are
+// Looks up 256 ids in the sets of one part of a partition, with vector instructions only: the tags of the ids' sets are
 // gathered eight at a time, compared with the ids, and the way of the match, if any, is what a reduction over numbered
 // ways leaves. No scalar touches an id, and the scalar unit waits once for all rounds of a query token.
 #pragma once

@@ -1,4 +1,4 @@
-// Rows, lengths and query starts of all requests of a call, in the unified buffer.
+// Partitions, lengths and query starts of all requests of a call, in the unified buffer.
 #pragma once
 
 #include "../../common/staged_ints.h"
@@ -25,7 +25,7 @@ class PlanRequests {
   __aicore__ inline int32_t end_token(int32_t n) const { return starts_[n + 1]; }
   __aicore__ inline int32_t query(int32_t n) const { return starts_[n + 1] - starts_[n]; }
 
-  // Whether request n gets a plan. One without a row or tokens does not, nor one that the host should have refused.
+  // Whether request n gets a plan: it has a partition and tokens, and is none that the host should have refused.
   __aicore__ inline bool planned(int32_t n) const {
     const int32_t q = query(n);
     return rows_[n] >= 0 && rows_[n] < tiling_.rows && q > 0 && q <= tiling_.max_query && seq_lens_[n] >= q &&

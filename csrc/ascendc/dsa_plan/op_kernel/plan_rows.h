@@ -1,5 +1,5 @@
-// Second phase of dsa_plan: one core puts a request's row together. It adds up what the parts found, places the ids
-// whose set was full elsewhere (rare), gives unchosen new tokens a slot, and writes the request's outputs.
+// Second phase of dsa_plan: one core puts a request's plan together. It adds up the parts' results, places the ids
+// whose set was full elsewhere (rare), gives a slot to new tokens outside every top-k, and writes the outputs.
 #pragma once
 
 #include "../../common/id_table.h"
@@ -214,8 +214,8 @@ class PlanRows {
     store(row_hands_, first_set(), hands_buffer_.Get<uint8_t>(), tiling_.sets);
   }
 
-  // I-4: ids whose own set is full of ids that this step needs get any other slot of the row. Left untagged, it is
-  // forgotten after the step.
+  // I-4: ids whose own set is full of ids that this step needs get any other slot of the partition. Left untagged, it
+  // is forgotten after the step.
   __aicore__ inline void displace_all() {
     table_.clear();
     for (int32_t t = 0; t < query_; ++t) {
@@ -256,7 +256,7 @@ class PlanRows {
     return (values_.GetValue(position) & ((1 << kHowBits) - 1)) - 1;
   }
 
-  // A row has at least as many slots as a request has ids, so that one is found.
+  // A partition has at least as many slots as a request has ids, so that one is found.
   __aicore__ inline int32_t take_slot_elsewhere(int32_t home) {
     int32_t set = home;
     int32_t way = kNoWay;
@@ -267,7 +267,7 @@ class PlanRows {
     return set * tiling_.ways + way;
   }
 
-  // Tokens of this step are likely to be chosen by the next one, so they stay if that costs the step nothing.
+  // Tokens of this step are likely to be selected by the next one, so they stay if that costs the step nothing.
   __aicore__ inline void place_new_tokens() {
     for (int32_t t = 0; t < query_; ++t) {
       if (totals_.GetValue(kRecordNewSlots + t) >= 0) continue;

@@ -1,6 +1,6 @@
-// First phase of dsa_plan: one core plans one range of sets of one row. Ids live in one set only and a set's ways are
-// chosen without looking at other sets, so that the parts of a row need nothing of each other; what does (ids whose set
-// is full, the order of the misses) is left to the second phase.
+// First phase of dsa_plan: one core plans one range of sets of one partition. Ids live in one set only and a set's ways
+// are selected without looking at other sets, so that the parts of a partition need nothing of each other. Everything
+// else (ids whose set is full, the order of the misses) is left to the second phase.
 #pragma once
 
 #include "look_up.h"

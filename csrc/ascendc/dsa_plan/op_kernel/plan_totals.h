@@ -103,7 +103,7 @@ class PlanTotals {
   AscendC::TBuf<AscendC::TPosition::VECCALC> stats_buffer_;
   AscendC::LocalTensor<int32_t> totals_;
   AscendC::LocalTensor<int32_t> counts_;
-  AscendC::LocalTensor<int32_t> lengths_;  // one block each, for rows are anywhere
+  AscendC::LocalTensor<int32_t> lengths_;  // one block each, for partitions are anywhere
   AscendC::LocalTensor<int32_t> new_slots_;
   int64_t stats_[kTotalCount] = {};
   int32_t token_ = 0;

@@ -1,5 +1,5 @@
-// What the cores that plan the parts of a row tell the one that puts the row together: for each top-k position one
-// int32, `how << 24 | (slot + 1)`. Parts have disjoint positions and 0 elsewhere, so that their sum is the row's.
+// Values passed from the cores that plan a partition's parts to the one that puts them together: for each position one
+// int32, `how << 24 | (slot + 1)`. Parts have disjoint positions and 0 elsewhere, so that their sum is the partition's.
 #pragma once
 
 #include "dsa_plan_tiling_data.h"

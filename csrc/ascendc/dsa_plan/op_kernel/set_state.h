@@ -1,5 +1,5 @@
-// One set's ways as bytes, and the choice of a way. Scalar arithmetic on eight ways at a time: a set's bytes are two or
-// four words, so that a choice costs some dozens of instructions and no vector set-up.
+// One set's ways as bytes, and the selection of a way. Scalar arithmetic on eight ways at a time: a set's bytes are two
+// or four words, so that a selection costs some dozens of instructions and no vector set-up.
 //
 // A way's byte: the policy's age in the lower bits, this step's flags in the upper ones.
 #pragma once
@@ -34,7 +34,7 @@ __aicore__ inline int32_t lowest_bit(uint64_t mask) {
   return static_cast<int32_t>(AscendC::ScalarGetSFFValue<1>(mask));
 }
 
-// The sets of a row or of a part of it: bytes of the ways, and the hands.
+// The sets of a partition or of a part of it: bytes of the ways, and the hands.
 class SetStates {
  public:
   __aicore__ inline void init(const AscendC::LocalTensor<uint8_t>& ways, const AscendC::LocalTensor<uint8_t>& hands,

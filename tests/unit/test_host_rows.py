@@ -1,4 +1,4 @@
-"""HostStore: what is written where, who waits for it, and how a failed or stuck write comes to light."""
+"""HostRows: what is written where, who waits for it, and how a failed or stuck write comes to light."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from vllm_kvoffload import ops
-from vllm_kvoffload.runtime import CpuRuntime, TaskFailedError, WaitTimeoutError
-from vllm_kvoffload.sparse.host_store import HostStore
+from vllm_kvoffload.runtime import CPURuntime, TaskFailedError, WaitTimeoutError
+from vllm_kvoffload.sparse.host_rows import HostRows
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,25 +43,25 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldWrites]:
 
 
 @pytest.fixture
-def runtime() -> Iterator[CpuRuntime]:
+def runtime() -> Iterator[CPURuntime]:
     before = set(threading.enumerate())
-    with CpuRuntime() as runtime:
+    with CPURuntime() as runtime:
         yield runtime
     assert set(threading.enumerate()) <= before
 
 
 def make_store(
-    runtime: CpuRuntime, *, writer: bool = True, deadline_s: float = 10.0, barrier: object = None
-) -> HostStore:
+    runtime: CPURuntime, *, writer: bool = True, deadline_s: float = 10.0, barrier: object = None
+) -> HostRows:
     layers = [torch.full((4, 2, ROW_BYTES), EMPTY, dtype=torch.uint8) for _ in range(3)]
-    return HostStore(layers, runtime, writer=writer, barrier=barrier, deadline_s=deadline_s)  # type: ignore[arg-type]
+    return HostRows(layers, runtime, writer=writer, barrier=barrier, deadline_s=deadline_s)  # type: ignore[arg-type]
 
 
 def rows(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.uint8).unsqueeze(1).expand(-1, ROW_BYTES).contiguous()
 
 
-def test_rows_go_to_their_slots_and_padding_nowhere(runtime: CpuRuntime) -> None:
+def test_rows_go_to_their_slots_and_padding_nowhere(runtime: CPURuntime) -> None:
     store = make_store(runtime)
     store.write(1, rows(1, 2, 3), torch.tensor([5, -1, 0]))
     store.begin_step()
@@ -71,7 +71,7 @@ def test_rows_go_to_their_slots_and_padding_nowhere(runtime: CpuRuntime) -> None
     assert store.bytes_written == 3 * ROW_BYTES
 
 
-def test_slot_mapping_may_be_overwritten_before_the_write_runs(held: HeldWrites, runtime: CpuRuntime) -> None:
+def test_slot_mapping_may_be_overwritten_before_the_write_runs(held: HeldWrites, runtime: CPURuntime) -> None:
     """vLLM computes the next step's slots into the same buffer before that step begins."""
     store, slot_mapping = make_store(runtime), torch.tensor([2, 3])
     store.write(0, rows(1, 2), slot_mapping)
@@ -82,7 +82,7 @@ def test_slot_mapping_may_be_overwritten_before_the_write_runs(held: HeldWrites,
 
 
 @pytest.mark.parametrize("wait", ["begin_step", "join", "await_layer"])
-def test_waits_end_after_the_write(held: HeldWrites, runtime: CpuRuntime, wait: str) -> None:
+def test_waits_end_after_the_write(held: HeldWrites, runtime: CPURuntime, wait: str) -> None:
     store = make_store(runtime)
     store.write(0, rows(1), torch.tensor([0]))
     store.write(2, rows(2), torch.tensor([0]))
@@ -91,7 +91,7 @@ def test_waits_end_after_the_write(held: HeldWrites, runtime: CpuRuntime, wait: 
     assert store.layers[2][0, 0, 0] == 2
 
 
-def test_await_layer_waits_for_that_layer_only(held: HeldWrites, runtime: CpuRuntime) -> None:
+def test_await_layer_waits_for_that_layer_only(held: HeldWrites, runtime: CPURuntime) -> None:
     store = make_store(runtime, deadline_s=0.05)
     store.write(1, rows(1), torch.tensor([0]))
     store.await_layer(0)
@@ -101,7 +101,7 @@ def test_await_layer_waits_for_that_layer_only(held: HeldWrites, runtime: CpuRun
     held.open.set()
 
 
-def test_a_reading_rank_writes_nothing_but_takes_part_in_barriers(runtime: CpuRuntime) -> None:
+def test_a_reading_rank_writes_nothing_but_takes_part_in_barriers(runtime: CPURuntime) -> None:
     calls: list[str] = []
     store = make_store(runtime, writer=False, barrier=lambda: calls.append("barrier"))
     store.write(0, rows(1), torch.tensor([0]))
@@ -113,7 +113,7 @@ def test_a_reading_rank_writes_nothing_but_takes_part_in_barriers(runtime: CpuRu
     assert store.bytes_written == 0
 
 
-def test_a_writing_rank_enters_the_barrier_after_its_writes(held: HeldWrites, runtime: CpuRuntime) -> None:
+def test_a_writing_rank_enters_the_barrier_after_its_writes(held: HeldWrites, runtime: CPURuntime) -> None:
     seen: list[int] = []
     store = make_store(runtime, barrier=lambda: seen.append(int(store.layers[0][0, 0, 0])))
     store.write(0, rows(7), torch.tensor([0]))
@@ -123,7 +123,7 @@ def test_a_writing_rank_enters_the_barrier_after_its_writes(held: HeldWrites, ru
 
 
 def test_a_failed_write_is_an_error_of_the_next_step_and_stays_one(
-    held: HeldWrites, runtime: CpuRuntime
+    held: HeldWrites, runtime: CPURuntime
 ) -> None:
     """Its rows are lost: going on would attend to whatever the blocks held before."""
     store = make_store(runtime)
@@ -142,7 +142,7 @@ def test_a_failed_write_is_an_error_of_the_next_step_and_stays_one(
 
 
 def test_a_stuck_write_ends_the_wait_at_the_deadline_and_is_waited_for_again(
-    held: HeldWrites, runtime: CpuRuntime
+    held: HeldWrites, runtime: CPURuntime
 ) -> None:
     store = make_store(runtime, deadline_s=0.1)
     for layer in range(3):

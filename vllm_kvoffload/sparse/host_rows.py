@@ -2,11 +2,11 @@
 
 TP rank 0 writes each row once, on the ``d2h`` stream. Three kinds of reader must wait for the write:
 
-- the next step: :meth:`HostStore.begin_step` joins all writes of the previous step;
+- the next step: :meth:`HostRows.begin_step` joins all writes of the previous step;
 - another TP rank in the next step: it can't pass that step's first collective before rank 0 has joined.
-  A reader that runs before that collective calls :meth:`HostStore.await_ranks`;
+  A reader that runs before that collective calls :meth:`HostRows.await_ranks`;
 - a request that hits a prefix computed by another request *in the same step*: vLLM publishes block hashes
-  when it schedules, before the rows exist. Such readers call :meth:`HostStore.await_layer` first.
+  when it schedules, before the rows exist. Such readers call :meth:`HostRows.await_layer` first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_kvoffload.sparse.row_ops import RowOps, Rows, TensorRows
 STREAM = "d2h"
 
 
-class HostStore:
+class HostRows:
     """The host pool's rows by layer, with their pending writes.
 
     Args:
