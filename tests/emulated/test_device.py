@@ -45,9 +45,11 @@ def test_events(python: Path) -> None:
 
 
 def test_memory_is_accounted_for(python: Path) -> None:
-    before, during, after = answer(python, "memory", NPU_EMULATOR_MEMORY_MB="256")
-    assert before - during >= 64 << 20
-    assert after == before <= 256 << 20
+    before, tensor, more, after = answer(python, "memory", NPU_EMULATOR_MEMORY_MB="256")
+    assert before <= 256 << 20
+    assert before - tensor >= 64 << 20
+    assert tensor - more >= 8 << 20
+    assert after == tensor  # the caching allocator keeps what the tensor had
 
 
 def test_out_of_memory(python: Path) -> None:
