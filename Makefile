@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-faults test-soak lint bench wheels clean
+.PHONY: help setup demo test test-fast test-faults test-soak emulator lint bench wheels clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -31,11 +31,15 @@ test-faults: setup  ## every fault on real prefill, decode and proxy processes, 
 test-soak: setup  ## an hour of load, kills, freezes and strangers (ARGS="--minutes 10" for less; report in build/soak)
 	@$(BIN)/python -m tests.soak $(ARGS)
 
+emulator: setup  ## an emulated NPU with vllm-ascend in build/emulator, for tests/emulated (3 minutes, 0.8 GB)
+	@$(BIN)/python tools/npu_emulator/install.py --venv build/emulator/venv --base $(BIN)/python
+
 lint: setup  ## ruff's checks and formatting, and mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/mypy scripts
+	@MYPYPATH=tools/npu_emulator $(BIN)/mypy --explicit-package-bases tools/npu_emulator
 
 bench: setup  ## the benchmarks (ARGS="--help" shows what can be chosen)
 	@$(BIN)/python -m benchmarks $(ARGS)
