@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emulator_env import ROUNDS, child, environment
+
+from tests.emulated.emulator_env import ROUNDS, child, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 DELAYS = {"NPU_EMULATOR_DELAY_US": "3000"}

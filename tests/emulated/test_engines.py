@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from emulator_env import child, environment
 
+from tests.emulated.emulator_env import child, environment
 from vllm_kvoffload.demo.checkpoint import build_checkpoint
 from vllm_kvoffload.demo.spec import CheckpointSpec
 
