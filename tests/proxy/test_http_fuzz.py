@@ -1,4 +1,4 @@
-"""50,000 hostile HTTP requests: well-formed ones are answered in order, the others do no harm.
+"""100,000 hostile HTTP requests: well-formed ones are answered in order, the others do no harm.
 
 Each connection sends requests that have one right status each, in random segments, and then maybe a mutated
 tail. ``KVOFFLOAD_FUZZ_REQUESTS`` sets how many requests, ``KVOFFLOAD_FUZZ_SEED`` where to begin; a failure
@@ -25,7 +25,7 @@ from tests.proxy.test_proxy_edge import ANSWER, BODY, CASES, END, chunked, post
 from vllm_kvoffload.proxy.edge import Edge
 from vllm_kvoffload.proxy.settings import Deadlines
 
-REQUESTS = int(os.environ.get("KVOFFLOAD_FUZZ_REQUESTS", "50000"))
+REQUESTS = int(os.environ.get("KVOFFLOAD_FUZZ_REQUESTS", "100000"))
 FIRST_SEED = int(os.environ.get("KVOFFLOAD_FUZZ_SEED", "1"))
 SIDE_BY_SIDE = 48
 CPU_SECONDS = 0.5  # of one call with bytes of one client; the largest take 5 ms
