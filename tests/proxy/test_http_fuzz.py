@@ -204,7 +204,7 @@ class Watch:
     def exception(self, _loop: Any, context: dict[str, Any]) -> None:
         self.wrong.append(f"{context.get('message')}: {context.get('exception')!r}")
 
-    def logged(self, _logger: logging.Logger, record: logging.LogRecord) -> None:
+    def logged(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
         if record.levelno >= logging.ERROR or record.exc_info or re.search(r"[\x00-\x1f\x7f]", message):
             self.wrong.append(message)
@@ -258,7 +258,7 @@ async def fuzz(watch: Watch, requests: int) -> None:
 def test_hostile_http(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch)
     # Not caplog: pytest keeps every line for its report, also of loggers that don't propagate.
-    monkeypatch.setattr(logging.Logger, "callHandlers", lambda *args: watch.logged(*args))
+    monkeypatch.setattr(logging.Logger, "callHandlers", watch.logged)
     began = time.process_time()
     uvloop.run(fuzz(watch, REQUESTS))
     rate = REQUESTS / (time.process_time() - began)
