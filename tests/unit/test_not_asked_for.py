@@ -68,7 +68,7 @@ def test_what_asks(given: SimpleNamespace, named: str) -> None:
     assert named in request_of(given, store_is_shared=True)
 
 
-@pytest.mark.parametrize("given", NOT_ASKING, ids=str)
+@pytest.mark.parametrize("given", NOT_ASKING, ids=range(len(NOT_ASKING)))
 def test_what_does_not(given: SimpleNamespace) -> None:
     assert request_of(given, store_is_shared=True) == request_of(given, store_is_shared=False) == ""
 
