@@ -141,7 +141,7 @@ class EngineUnderTest:
     def row(self, name: str) -> int:
         """Hot-pool row of a running job."""
         rows = self.manager.partitions
-        return int(next(rows.lookup(req_id).row for req_id in rows.live if _job_name(req_id) == name))
+        return int(next(rows.lookup(req_id).partition for req_id in rows.live if _job_name(req_id) == name))
 
     def run(self, jobs: Sequence[Job], before_step: BeforeStep | None = None) -> list[Outcome]:
         """Runs a workload to its end, and checks that nothing is held afterwards.
