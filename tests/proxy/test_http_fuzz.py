@@ -15,6 +15,7 @@ import random
 import re
 import resource
 import time
+import traceback
 from typing import Any
 
 import pytest
@@ -207,7 +208,8 @@ class Watch:
     def logged(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
         if record.levelno >= logging.ERROR or record.exc_info or re.search(r"[\x00-\x1f\x7f]", message):
-            self.wrong.append(message)
+            trace = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else ""
+            self.wrong.append(f"{message} {trace}".strip())
 
 
 def use() -> tuple[int, int]:
