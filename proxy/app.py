@@ -85,9 +85,10 @@ class ProxyApp:
     async def guarded(self, endpoint: Handler, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs ``endpoint``; turns its exceptions into an answer, or ends the connection."""
         try:
-            await endpoint(scope, receive, send)
-        except HttpFailure as failure:
-            await respond_failure(send, failure)
+            try:
+                await endpoint(scope, receive, send)
+            except HttpFailure as failure:
+                await respond_failure(send, failure)
         except ClientGone:
             return
         except (RuntimeError, OSError):

@@ -585,5 +585,11 @@ def test_what_ends_a_request_is_no_crash() -> None:
             assert await ends(error, FakeCycle(closing=True)) == []
             with pytest.raises(type(error)):
                 await ends(error, FakeCycle(closing=False))
+        # also while a refusal is being answered
+        refusal = HttpFailure.of(400, "no")
+        assert await ends(refusal, FakeCycle(closing=False)) == [400]
+        assert await ends(refusal, FakeCycle(closing=True, started=True)) == []
+        with pytest.raises(RuntimeError):
+            await ends(refusal, FakeCycle(closing=False, started=True))
 
     run(scenario)
