@@ -18,6 +18,7 @@ import pytest
 from tests.proxy.proxy_world import FAST, HOST, Exchange, World, decode, world
 from vllm_kvoffload.proxy.chunks import ChunkError, Chunks
 from vllm_kvoffload.proxy.cork import cork
+from vllm_kvoffload.proxy.errors import HttpFailure
 from vllm_kvoffload.proxy.jsontext import DEEPEST, decode_json
 from vllm_kvoffload.proxy.settings import Deadlines, ProxyLimits
 
