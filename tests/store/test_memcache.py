@@ -74,16 +74,6 @@ def own(tmp_path: Path) -> Iterator[MetaCluster]:
 # -- with a MetaService of their own: first, as there can be one at a time ----------------------------------
 
 
-def test_a_write_that_is_not_finished_lapses(cluster: MetaCluster) -> None:
-    """Before any client is killed: after that, MemCache may take a minute to connect."""
-    with ready(cluster, write_lease_s=0.3) as writer:
-        assert writer.ask("reserve", ["l0"]) == 1
-        time.sleep(0.4)
-        assert "lease" in writer.ask("fill")[2]
-        assert writer.ask("finish") == [False]
-        assert writer.ask("get", ["l0"]) == [False]
-
-
 def test_the_service_is_killed_and_comes_back(own: MetaCluster) -> None:
     with ready(own) as rank, ready(own, "scheduler") as scheduler:
         assert rank.ask("put", ["a", "b"]) == [True, True]
@@ -166,6 +156,16 @@ def test_a_service_that_is_down_at_the_start(tmp_path: Path) -> None:
 
 
 # -- with one MetaService for all ---------------------------------------------------------------------------
+
+
+def test_a_write_that_is_not_finished_lapses(cluster: MetaCluster) -> None:
+    """Before a client of this service is killed: after that, MemCache may take a minute to connect."""
+    with ready(cluster, write_lease_s=0.3) as writer:
+        assert writer.ask("reserve", ["l0"]) == 1
+        time.sleep(0.4)
+        assert "lease" in writer.ask("fill")[2]
+        assert writer.ask("finish") == [False]
+        assert writer.ask("get", ["l0"]) == [False]
 
 
 def test_ranks_exchange_objects(shared: tuple[Peer, Peer, Peer]) -> None:
