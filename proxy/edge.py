@@ -444,6 +444,7 @@ class Edge(HttpToolsProtocol):
                 cycle.keep_alive = False
                 return
             cycle.disconnected = True  # discard further output of its application
+            cycle.waiting_for_100_continue = False  # which uvicorn would still write, after the end of file
             cycle.message_event.set()
             self._tell_gone()
         self.transport.write(self._refusal_bytes(refusal))

@@ -250,6 +250,21 @@ def test_expect_and_early_answers_keep_the_framing() -> None:
     run(scenario)
 
 
+def test_a_refusal_in_the_same_segment_leaves_nothing_to_continue(caplog: pytest.LogCaptureFixture) -> None:
+    """The refusal and the end of file are written before the application first asks for the body."""
+
+    async def scenario() -> None:
+        async with world() as w:
+            expects = b"expect: 100-continue\r\ntransfer-encoding"
+            for path in (b"/v1/completions", metaserver(w)):
+                sent = chunked(BODY).replace(b"transfer-encoding", expects).replace(b"/v1/completions", path)
+                assert await talk(w, sent.replace(b"24\r\n", b"x4\r\n"), end=False) == [400, 0]
+            await w.settle()
+
+    run(scenario)
+    assert "Traceback" not in caplog.text
+
+
 def test_a_trailer_is_no_header() -> None:
     async def scenario() -> None:
         async with world() as w:
