@@ -55,6 +55,9 @@ class AnswerPhase(IntEnum):
     REUSABLE = 3
 
 
+WAITING, BODY, WHOLE, REUSABLE = AnswerPhase  # Enum attribute access is slow
+
+
 class EngineConnection(asyncio.Protocol):
     """One connection and its current exchange. Created and taken back by :class:`Client`."""
 
@@ -75,7 +78,7 @@ class EngineConnection(asyncio.Protocol):
         self._parser: Any = httptools.HttpResponseParser(self)
         self.status = 0
         self.headers: Headers = []
-        self._phase = AnswerPhase.WAITING
+        self._phase = WAITING
         self._paused = False
         self._behind = False  # reading was paused at the last tick: buffered data may be old
         self._error: Exception | None = None
@@ -95,10 +98,10 @@ class EngineConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self.resume_writing()
-        if self._phase >= AnswerPhase.WHOLE:
+        if self._phase >= WHOLE:
             return
-        if self._phase is AnswerPhase.BODY and not self._has_length():
-            self._phase = AnswerPhase.WHOLE  # such a body ends with its connection
+        if self._phase is BODY and not self._has_length():
+            self._phase = WHOLE  # such a body ends with its connection
             self._wake()
         else:
             self.fail(
@@ -115,22 +118,22 @@ class EngineConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.touched = True
-        if self._phase >= AnswerPhase.WHOLE:
+        if self._phase >= WHOLE:
             self._abort()  # unsolicited data must not become the next request's answer
             return
         before = self._size
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            if self._phase < AnswerPhase.WHOLE:
+            if self._phase < WHOLE:
                 self._end(f"{self.address} sent no HTTP: {error}")
                 return
-            self._phase = AnswerPhase.WHOLE  # the answer stands, but the connection cannot be reused
-        if self._phase is not AnswerPhase.WAITING and self._drained is not None and not self._drained.done():
+            self._phase = WHOLE  # the answer stands, but the connection cannot be reused
+        if self._phase is not WAITING and self._drained is not None and not self._drained.done():
             self._drained.set_result(None)  # early answer: the engine may not read the rest of the request
         if self._size != before:
             self._bare = 0
-        elif self._phase < AnswerPhase.WHOLE:
+        elif self._phase < WHOLE:
             # The parser buffers a field until its end; no valid answer has more non-body data.
             self._bare += len(data)
             if self._bare > HEAD_LIMIT:
@@ -159,19 +162,19 @@ class EngineConnection(asyncio.Protocol):
                 return False
             parts.clear()
             self._size = 0
-        return self._phase < AnswerPhase.WHOLE
+        return self._phase < WHOLE
 
     # httptools' parser
 
     def on_message_begin(self) -> None:
-        if self._phase >= AnswerPhase.WHOLE:
+        if self._phase >= WHOLE:
             raise ValueError("a second answer")
 
     def on_status(self, _status: bytes) -> None:
         pass
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._phase is AnswerPhase.WAITING:  # trailers are ignored
+        if self._phase is WAITING:  # trailers are ignored
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -180,15 +183,15 @@ class EngineConnection(asyncio.Protocol):
             self.headers = []
             return
         self.status = status
-        self._phase = AnswerPhase.BODY
+        self._phase = BODY
 
     def on_body(self, body: bytes) -> None:
         self._parts.append(body)
         self._size += len(body)
 
     def on_message_complete(self) -> None:
-        if self._phase is AnswerPhase.BODY:
-            self._phase = AnswerPhase.REUSABLE if self._parser.should_keep_alive() else AnswerPhase.WHOLE
+        if self._phase is BODY:
+            self._phase = REUSABLE if self._parser.should_keep_alive() else WHOLE
 
     # the exchange
 
@@ -223,7 +226,7 @@ class EngineConnection(asyncio.Protocol):
 
     def send(self, request: bytes, *, first: float, idle: float) -> None:
         """Writes a whole request. ``first`` and ``idle``: seconds until the answer, and between its parts."""
-        if self._phase is not AnswerPhase.WAITING:
+        if self._phase is not WAITING:
             self._reset()
         if self._transport is None:
             raise UpstreamError(f"{self.address} closed the connection", sent=False)
@@ -239,13 +242,13 @@ class EngineConnection(asyncio.Protocol):
 
     def tick(self, now: float) -> None:
         """Called by the client's clock: extends the deadline after activity, fails the exchange past it."""
-        if self.touched and self._phase is not AnswerPhase.WAITING:
+        if self.touched and self._phase is not WAITING:
             self._heard(now)
             self.touched = False
             self.deadline = now + self._idle_timeout
         elif self._paused:
             self.deadline = now + self._idle_timeout  # the reader is keeping the engine waiting
-        elif now > self.deadline and self._phase < AnswerPhase.WHOLE:
+        elif now > self.deadline and self._phase < WHOLE:
             self.fail(UpstreamError(f"{self.address} gave no answer in time", sent=True, deadline=True))
             self._abort()
         self._behind = self._paused
@@ -253,7 +256,7 @@ class EngineConnection(asyncio.Protocol):
     def _heard(self, now: float) -> None:
         """Counts the engine as alive if data arrived since the last tick that was not delayed by the
         reader."""
-        if self.touched and self._phase is not AnswerPhase.WAITING and not self._behind and not self._paused:
+        if self.touched and self._phase is not WAITING and not self._behind and not self._paused:
             self._client.heard[self.address] = now
 
     def expect_output(self, seconds: float) -> None:
@@ -263,14 +266,14 @@ class EngineConnection(asyncio.Protocol):
 
     def fail(self, error: Exception) -> None:
         """Ends the exchange: ``start`` and ``read`` raise ``error`` after delivering earlier data."""
-        if self._error is None and self._phase < AnswerPhase.WHOLE:
+        if self._error is None and self._phase < WHOLE:
             self._error = error
             self._wake()
             self.resume_writing()
 
     async def start(self) -> None:
         """Waits for status and headers. Raises ``UpstreamError``."""
-        while self._phase is AnswerPhase.WAITING:
+        while self._phase is WAITING:
             if self._error is not None:
                 raise self._error
             await self._wait()
@@ -281,7 +284,7 @@ class EngineConnection(asyncio.Protocol):
         while not parts:
             if self._error is not None:
                 raise self._error
-            if self._phase >= AnswerPhase.WHOLE:
+            if self._phase >= WHOLE:
                 return b""
             self._waiter = self._loop.create_future()  # as in _wait, inlined: this runs per token
             try:
@@ -315,7 +318,7 @@ class EngineConnection(asyncio.Protocol):
         """Ends the exchange: an engine that is still answering sees a disconnect."""
         self.taker = None
         self._heard(self._loop.time())  # a short answer ends before any tick
-        whole = self._phase is AnswerPhase.REUSABLE and not self._parts and self._drained is None
+        whole = self._phase is REUSABLE and not self._parts and self._drained is None
         self._client.give_back(self, reusable=whole)
 
     def abort(self) -> None:

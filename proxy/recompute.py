@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from vllm_kvoffload.proxy import sse
 from vllm_kvoffload.proxy.calls import Body, output_limit
+from vllm_kvoffload.proxy.jsontext import decode_json
 from vllm_kvoffload.proxy.rendezvous import Kind
 from vllm_kvoffload.proxy.usage import UsageFacts, rewrite_usage
 
@@ -57,6 +60,41 @@ def is_opening(event: Mapping[str, Any]) -> bool:
     return bool(choices)
 
 
+class _Part(msgspec.Struct):
+    """A chat's delta or message: the fields that a continuation depends on."""
+
+    content: Any = None
+    tool_calls: Any = None
+    function_call: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+
+
+class _Choice(msgspec.Struct):
+    text: Any = None
+    token_ids: Any = None
+    delta: _Part | None = None
+    message: _Part | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+
+
+_NO_PART = _Part()
+
+
+def _usual_events(raw: bytes) -> list[_Event] | None:
+    """Parses whole events in the form that engines send, all at once; None if any has another form."""
+    if not raw.startswith(b"data: ") or not raw.endswith(b"\n\n"):
+        return None
+    try:
+        events: list[_Event] = decode_json(b"[%b]" % raw[6:-2].replace(b"\n\ndata: ", b","), list[_Event])
+    except msgspec.DecodeError:
+        return None
+    return events
+
+
 class Transcript:
     """A sub-request's output so far, from the events or answers of all its dispatches.
 
@@ -88,30 +126,36 @@ class Transcript:
         raw, self._raw, self._raw_bytes = b"".join(self._raw), [], 0
         if self.too_long:
             return
-        for payload in sse.payloads(raw):
-            event = sse.parse(payload)
-            for choice in choices_of(event or {}):
-                self.add_choice(choice)
+        events = _usual_events(raw)
+        if events is not None:
+            for usual in events:
+                for choice in usual.choices or ():
+                    part = choice.delta or choice.message or _NO_PART
+                    self._add(choice.text, choice.token_ids, part)
+        else:
+            for payload in sse.payloads(raw):
+                for other in choices_of(sse.parse(payload) or {}):
+                    self.add_choice(other)
         if self._held > TEXT_LIMIT:
             self.too_long = True
             self._text, self._token_ids, self._has_ids = [], [], False
 
     def add_choice(self, choice: Mapping[str, Any]) -> None:
-        """Adds one choice of an event or of a complete answer."""
+        """Adds one choice of an event or of a complete answer; tolerates any shape."""
+        part = choice.get("delta") or choice.get("message")
+        fields = {key: part.get(key) for key in _Part.__struct_fields__} if isinstance(part, dict) else {}
+        self._add(choice.get("text"), choice.get("token_ids"), _Part(**fields))
+
+    def _add(self, text: object, ids: object, part: _Part) -> None:
         if self.kind == "chat":
-            part = choice.get("delta") or choice.get("message")
-            part = part if isinstance(part, dict) else {}
-            text = part.get("content") or ""
-            if any(part.get(k) for k in ("tool_calls", "function_call", "reasoning", "reasoning_content")):
+            text = part.content
+            if part.tool_calls or part.function_call or part.reasoning or part.reasoning_content:
                 self.plain = False
-        else:
-            text = choice.get("text") or ""
-        ids = choice.get("token_ids")
         if isinstance(ids, list):
             self._token_ids += ids
         elif text:
             self._has_ids = False
-        if isinstance(text, str) and text:
+        if text and isinstance(text, str):
             self._held += len(text)
             self._text.append(text)
             self._pieces += 1

@@ -429,6 +429,40 @@ def test_transcript_digests_long_answers() -> None:
     assert transcript.pieces == 5000
 
 
+ANY_JSON = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.just(1e300), st.sampled_from(["", "a", "é\n"])
+)
+PARTS = st.dictionaries(
+    st.sampled_from(["content", "tool_calls", "reasoning", "role"]), ANY_JSON | st.lists(ANY_JSON, max_size=2)
+)
+CHOICES = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": ANY_JSON,
+        "delta": PARTS | ANY_JSON,
+        "message": PARTS,
+        "token_ids": st.lists(st.integers(0, 9), max_size=3) | ANY_JSON,
+    },
+)
+EVENTS = st.one_of(
+    st.fixed_dictionaries({"choices": st.lists(CHOICES | ANY_JSON, max_size=3) | ANY_JSON}).map(sse.event),
+    st.sampled_from(
+        [b": comment\n\n", b"data: [DONE]\n\n", b"data: {\n\n", b"data: 1,2\n\n", b"event: x\ndata: {}\n\n"]
+    ),
+)
+
+
+@given(st.lists(EVENTS, max_size=6), st.sampled_from(["completion", "chat"]))
+def test_events_of_the_usual_form_and_others_make_one_transcript(events: list[bytes], kind: Any) -> None:
+    """Events parsed as one batch, and each by itself in a form that is never parsed as a batch."""
+    batch, single = Transcript(kind), Transcript(kind)
+    for event in events:
+        batch.add(event)
+        single.add(b": comment\n\n" + event)
+    for name in ("text", "token_ids", "pieces", "plain"):
+        assert getattr(batch, name) == getattr(single, name), name
+
+
 # settings
 
 
