@@ -24,6 +24,7 @@ from vllm_kvoffload.proxy.asgi import (
     Receive,
     Scope,
     Send,
+    check_content_type,
     check_length,
     header,
     is_gone,
@@ -47,9 +48,24 @@ from vllm_kvoffload.proxy.settings import METASERVER, ProxySettings
 
 access = get_logger("vllm_kvoffload.proxy.access")
 CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-PASSED_ON = frozenset({b"authorization", b"traceparent", b"tracestate"})
+PASSED_ON = frozenset({b"authorization", b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
+STREAM_FIELDS = [
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]  # relays must not hold tokens
+FORWARDED = (  # answered by one decode engine alone: no KV is made
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/v1/completions/render"),
+    ("POST", "/v1/chat/completions/render"),
+    ("GET", "/v1/models"),
+    ("GET", "/tokenizer_info"),
+    ("GET", "/version"),
+)
 KINDS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 MESSAGE_LIMIT = 64 << 10  # bytes of a rendezvous post
+FORWARD_LIMIT = 4 << 20  # bytes of a text to tokenize
 DIGEST_SHOWN = 12  # digits of a layout's digest in /health
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -69,7 +85,7 @@ class ProxyApp:
             ("GET", "/health"): self._health,
             ("GET", "/healthcheck"): self._health,  # as in vLLM-Ascend's example
             ("GET", "/metrics"): self._metrics,
-            ("GET", "/v1/models"): self._models,
+            **dict.fromkeys(FORWARDED, self._forward),
             **{("POST", path): self._generate for path in KINDS},
         }
         self._paths = {path for _, path in self._routes}
@@ -183,13 +199,17 @@ class ProxyApp:
     async def _metrics(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         await respond(send, 200, self.core.metrics.page(), CONTENT_TYPE)
 
-    async def _models(self, scope: Scope, _receive: Receive, send: Send) -> None:
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request without KV on to a decode engine, and its answer back."""
+        body = await self._read_forwarded(scope, receive) if scope["method"] == "POST" else b""
+        query = scope["query_string"].decode("ascii", "replace")
+        path = f"{scope['path']}?{query}" if query else scope["path"]
         now = time.monotonic()
         failure: HttpFailure = NoInstanceError("decode")
         for instance in self.core.decoders.available(now):
             try:
-                status, body, kind = await self.core.control(
-                    instance.address, "GET", "/v1/models", headers=_passed_on(scope)
+                status, answer, kind = await self.core.control(
+                    instance.address, scope["method"], path, body, _passed_on(scope)
                 )
             except UpstreamError as error:
                 instance.health.failed(now, unreachable=not error.sent)
@@ -199,9 +219,18 @@ class ProxyApp:
                 message = f"{instance.address} answered with status {status}"
                 failure = HttpFailure.of(502, message, kind="UpstreamError")
                 continue
-            await respond(send, status, body, kind)
+            await respond(send, status, answer, kind)
             return
         raise failure
+
+    async def _read_forwarded(self, scope: Scope, receive: Receive) -> bytes:
+        check_content_type(scope)
+        check_length(scope, FORWARD_LIMIT)
+        hold = Hold(self.core.held, FREE_BYTES)
+        try:
+            return await read_body(receive, FORWARD_LIMIT, self.settings.deadlines.request_body, hold)
+        finally:
+            hold.release()
 
     async def metaserver(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles decode's posts, on a path known only to decode engines. Raises ``HttpFailure``."""
@@ -281,6 +310,7 @@ class ProxyApp:
 
     async def _read_call(self, kind: Kind, scope: Scope, receive: Receive) -> Call:
         limit = self.settings.max_body_bytes
+        check_content_type(scope)
         check_length(scope, limit)
         hold = Hold(self.core.held, FREE_BYTES)
         try:
@@ -360,6 +390,8 @@ class Answer:
         fields = [(b"content-type", content_type), (b"x-request-id", self._trace.request_id.encode())]
         if length is not None:
             fields.append((b"content-length", b"%d" % length))
+        else:
+            fields += STREAM_FIELDS
         await self._send({"type": "http.response.start", "status": 200, "headers": fields})
 
     async def write(self, data: bytes) -> None:

@@ -110,6 +110,13 @@ def check_length(scope: Scope, limit: int) -> None:
         raise HttpFailure.of(413, f"the body is larger than {limit} bytes")
 
 
+def check_content_type(scope: Scope) -> None:
+    """Raises ``HttpFailure`` for a body that isn't declared as JSON, as vLLM does."""
+    given = (header(scope, b"content-type") or "").lower()
+    if given.partition(";")[0] != "application/json":
+        raise HttpFailure.of(400, "Unsupported Media Type: Only 'application/json' is allowed")
+
+
 def is_gone(send: Send) -> bool:
     """Whether the client has disconnected, which explains a failed write."""
     transport = transport_of(send)

@@ -142,7 +142,10 @@ def test_what_shapes_the_prompt_stays() -> None:
 
 
 @given(
-    st.lists(st.one_of(st.text(max_size=3), st.lists(st.integers(0, 9), max_size=3)), max_size=5),
+    st.one_of(
+        st.lists(st.text(max_size=3), max_size=5),
+        st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=5),
+    ),
     st.integers(1, 4),
 )
 def test_sub_requests_of_a_list(prompts: list[Any], n: int) -> None:
@@ -156,6 +159,21 @@ def test_sub_requests_of_a_list(prompts: list[Any], n: int) -> None:
         assert child.body["prompt"] == (prompts[child.index // n] if prompts else [])
         assert child.prefill.tokens >= 1
         assert child.decode.tokens > child.prefill.tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "seeds"),
+    [
+        ({"n": "2", "seed": 7}, [7, 8]),
+        ({"n": 2.0, "seed": "7"}, ["7", 8]),
+        ({"n": True, "seed": 7}, [7]),
+        ({"n": 3, "seed": -1}, [-1, -1, -1]),
+        ({"n": 2, "seed": None}, [None, None]),
+    ],
+)
+def test_numbers_are_read_as_vllm_reads_them(fields: dict[str, Any], seeds: list[Any]) -> None:
+    call = parse_call("completion", json.dumps({"prompt": "a", **fields}).encode())
+    assert [sub_request.body["seed"] for sub_request in call.sub_requests] == seeds
 
 
 def test_weights_are_tokens() -> None:
@@ -352,7 +370,10 @@ def test_usage() -> None:
     assert usage["completion_tokens"] == 8
     assert usage["total_tokens"] == 18
     assert usage["prompt_tokens_details"] == {"cached_tokens": 10}, "no more than there is"
+    usage["completion_tokens_details"] = {"reasoning_tokens": 3}
     total = add_usage([(usage, True), (usage, False)])
+    assert total["completion_tokens_details"] == {"reasoning_tokens": 6}
+    assert total.get("prompt_tokens_details") == usage.get("prompt_tokens_details")
     assert (total["prompt_tokens"], total["completion_tokens"], total["total_tokens"]) == (10, 16, 26)
 
 
