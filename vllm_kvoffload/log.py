@@ -18,7 +18,7 @@ def get_logger(name: str) -> logging.Logger:
 class RateLimitedLog:
     """Logs each kind of message at most once a period, and says how many it left out.
 
-    For lines that repeat with every request, or that a stranger can cause at any rate.
+    For lines that repeat with every request, or that an unauthenticated peer can cause at any rate.
 
     Args:
         subject: with it, each line begins with it and the kind of the message.

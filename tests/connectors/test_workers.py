@@ -257,7 +257,7 @@ def test_prefill_of_another_layout_is_refused(bench, caplog):
     assert bench.wait_freed(3.0)[0] == {"r"}
     assert bench.wait("r", 12) == {3, 4}
     reason = "prefill and decode differ in dtype (prefill float32, decode float16)"
-    layout = bench.prefill.producer.hello.digest
+    layout = bench.prefill.protocol.hello.digest
     assert bench.failures == {"r": Failure(reason, "mismatch", layout)}
     assert any(reason in record.message and "prefill rank" in record.message for record in caplog.records)
     assert any(reason in record.message and "decode rank" in record.message for record in caplog.records)

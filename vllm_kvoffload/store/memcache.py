@@ -234,20 +234,20 @@ class MemcacheStore:
         names = [object_.key for object_, _ in sent]
         codes = self._per_key("batch_write_finish", names, [OK if good else DISCARD for _, good in sent])
         done = [object_ for (object_, good), code in zip(sent, codes, strict=True) if good and code == OK]
-        published = {object_.handle for object_ in self._withdraw_strangers(done)}
+        published = {object_.handle for object_ in self._withdraw_foreign(done)}
         return [object_.handle in published for object_ in objects]
 
-    def _withdraw_strangers(self, objects: Sequence[WriteObject]) -> list[WriteObject]:
+    def _withdraw_foreign(self, objects: Sequence[WriteObject]) -> list[WriteObject]:
         """Returns the objects that were published; removes unfinished ones of other writers."""
         infos = self._per_key("batch_get_key_info", [object_.key for object_ in objects])
         places = [_place(info) for info in infos]
-        ours, strangers = [], []
+        ours, foreign = [], []
         for object_, place in zip(objects, places, strict=True):
             if place is not None and place[0] == object_.address:
                 ours.append(object_)
             elif place is not None:
-                strangers.append(object_.key)
-        self._per_key("remove_batch", strangers)
+                foreign.append(object_.key)
+        self._per_key("remove_batch", foreign)
         return ours
 
     def copy(self, spans: CopySpans, direction: Direction) -> None:
