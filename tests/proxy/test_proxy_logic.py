@@ -18,7 +18,14 @@ from vllm_kvoffload.proxy.calls import parse_call, prefix_hashes
 from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, RequestRefused
 from vllm_kvoffload.proxy.http_client import request_bytes
 from vllm_kvoffload.proxy.jsontext import decode_json
-from vllm_kvoffload.proxy.recompute import CannotContinue, Transcript, continued_body
+from vllm_kvoffload.proxy.recompute import (
+    CannotContinue,
+    Identity,
+    Transcript,
+    continuation_event,
+    continued_body,
+    joined_answer,
+)
 from vllm_kvoffload.proxy.rendezvous import (
     Message,
     Notice,
@@ -439,6 +446,19 @@ def test_what_can_not_go_on(body: dict[str, Any]) -> None:
         transcript.check_continues(body)
     with pytest.raises(CannotContinue):
         continued_body("completion", {"prompt": [1]}, "a", 1, None)
+
+
+def test_a_continuation_counts_text_offsets_from_the_beginning() -> None:
+    def logprobs(*offsets: int) -> dict[str, Any]:
+        return {"tokens": ["t"] * len(offsets), "text_offset": list(offsets)}
+
+    event: dict[str, Any] = {"choices": [{"text": "c", "logprobs": logprobs(0, 1)}]}
+    made = continuation_event(event, Identity(), UsageFacts(), offset=5)
+    assert made is not None
+    assert made["choices"][0]["logprobs"] == logprobs(5, 6)
+    first, second = ({"choices": [{"text": text, "logprobs": logprobs(0, 1)}]} for text in ("abc", "de"))
+    joined = joined_answer("completion", first, second)["choices"][0]
+    assert (joined["text"], joined["logprobs"]) == ("abcde", logprobs(0, 1, 3, 4))
 
 
 def test_transcript_digests_long_answers() -> None:
