@@ -119,7 +119,7 @@ class ProxyApp:
     async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         handler = self._routes.get((scope["method"], path))
-        if path.startswith("/v1") and not path.startswith(METASERVER):
+        if handler == self._forward or (path.startswith("/v1") and not path.startswith(METASERVER)):
             self._keys.check(scope)
         if handler is not None:
             await handler(scope, receive, send)

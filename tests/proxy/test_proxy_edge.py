@@ -502,6 +502,7 @@ def test_api_keys() -> None:
             assert await talk(w, post(BODY, "authorization: Bearer \xe9".encode("latin-1"))) == [401]
             assert await talk(w, post(BODY, b"authorization: bearer two")) == [200]
             assert await talk(w, b"GET /v1/models HTTP/1.1\r\n\r\n" + HEALTH) == [401, 200]
+            assert await talk(w, post(path=b"/tokenize") + HEALTH) == [401, 200]
             assert await talk(w, post(b"{}", path=metaserver(w))) == [404]
 
     run(scenario)
