@@ -35,6 +35,10 @@ def __getattr__(name):
         raise AttributeError(name)
     return lambda *_args, **_kwargs: 0
 '''
+COMPILED = '''"""Stands for vllm-ascend's compiled library, whose operators npu_emulator declares and runs."""
+'''
+MEMFABRIC = "1.3.0"
+MEMFABRIC_KERNELS = "lib/libmf_hybm_accoffload.so"  # looked for by programs, and loaded by none
 
 
 class InstallFailed(Exception):
@@ -156,11 +160,24 @@ def complete(site: Path) -> None:
 
 def install_emulator(python: Path, site: Path) -> None:
     """Builds the emulator's libraries, and has every process of the environment start it."""
+    (site / "vllm_ascend" / "vllm_ascend_C.py").write_text(COMPILED)
+    install_memfabric(site)
     (site / "zz_npu_emulator.pth").write_text(
         f"import sys; sys.path.append({str(HERE)!r})\n"
         "import npu_emulator.hooks; npu_emulator.hooks.install()\n"
     )
     run(python, HERE / "build.py", "--target", python.parent.parent / "npu_emulator")
+
+
+def install_memfabric(site: Path) -> None:
+    """A package of MemFabric's name, in front of a real one that may be installed."""
+    info, kernels = site / f"memfabric_hybrid-{MEMFABRIC}.dist-info", site / "memfabric_hybrid" / MEMFABRIC_KERNELS
+    for folder in (info, kernels.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: memfabric_hybrid\nVersion: {MEMFABRIC}\n")
+    kernels.write_text("npu_emulator: stands for MemFabric's copy kernels\n")
+    source = "from npu_emulator.memfabric import *  # noqa: F403\n"
+    (site / "memfabric_hybrid" / "__init__.py").write_text(source)
 
 
 def verify(python: Path) -> str:

@@ -254,3 +254,5 @@ bool close_range(const char *key) {
 }
 
 }  // namespace npu
+
+extern "C" void *npu_emulator_host_view(const void *address) { return npu::host_view(address); }

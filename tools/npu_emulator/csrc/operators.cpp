@@ -274,17 +274,20 @@ void copy_boxed(const c10::OperatorHandle &op, Stack *stack) {
   bool both = on_npu(target) && on_npu(source);
   const Tensor &host = on_npu(target) ? source : target;
   bool pinned = both || host.numel() == 0 || npu::is_pinned(host.data_ptr());
-  if (!both) {  // a host tensor isn't kept alive, either, and copies of its memory are made when the stream gets there
+  bool recording = stream.capturing != nullptr || stream.updating != nullptr;
+  // torch_npu's host allocator keeps pinned memory from reuse until the stream has passed a copy. It doesn't keep what a
+  // captured graph reads.
+  c10::Storage kept = both || !host.has_storage() || recording ? c10::Storage() : host.storage();
+  if (!both) {
     Tensor view = at::from_blob(host.data_ptr(), host.sizes(), host.strides(), host.options());
     arguments[on_npu(target) ? 1 : 0] = pinned ? view : on_npu(target) && asynchronous ? host.clone() : host;
   }
-  bool recording = stream.capturing != nullptr || stream.updating != nullptr;
   bool may_return = both || (asynchronous && (pinned || on_npu(target)));
   TORCH_CHECK(may_return || !recording, "npu_emulator: the host can't wait for a copy while a stream is captured");
   if (may_return && !recording && npu::longest_delay() == 0 && stream.idle()) {
     call_cpu(op, arguments);
   } else {
-    stream.submit(write_task(op, arguments));
+    stream.submit([copy = write_task(op, arguments), kept] { copy(); });
     if (!may_return) {
       drain(stream);
       raise_errors(stream);

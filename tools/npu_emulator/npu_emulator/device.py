@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +81,25 @@ def defined_by_us() -> None:
             library.define(schema)
 
 
+def register(how: str, namespace: str, names: Iterable[str]) -> None:
+    """how: "run_on_cpu", "copy" or "unknown". names: of declared operators."""
+    libraries = ctypes.CDLL(str(LIBRARIES / "operators.so"))
+    listed = sorted(names)
+    array = (ctypes.c_char_p * len(listed))(*(name.encode() for name in listed))
+    getattr(libraries, f"npu_emulator_{how}")(namespace.encode(), array, len(listed))
+
+
+def on_cpu(namespace: str, functions: dict[str, Callable[..., Any]]) -> None:
+    """Declares operators, by schema, that run on a device's stream and get CPU tensors over its memory."""
+    library = library_of(namespace, "FRAGMENT")
+    for schema, function in functions.items():
+        library.define(schema)
+        library.impl(schema.split("(")[0], function, "CPU")
+    register("run_on_cpu", namespace, [schema.split("(")[0] for schema in functions])
+
+
 def install(_: types.ModuleType) -> None:
     """Called once, after torch_npu has been imported."""
-    libraries = ctypes.CDLL(str(LIBRARIES / "operators.so"))
-
-    def register(how: str, namespace: str, names: Iterable[str]) -> None:
-        listed = sorted(names)
-        array = (ctypes.c_char_p * len(listed))(*(name.encode() for name in listed))
-        getattr(libraries, f"npu_emulator_{how}")(namespace.encode(), array, len(listed))
-
     register("run_on_cpu", "aten", aten_names())
     register("copy", "aten", ["copy_"])
     defined_by_us()
@@ -101,6 +111,8 @@ def install(_: types.ModuleType) -> None:
         ours = {name: function for name, function in functions.items() if name in known}
         for name, function in ours.items():
             library.impl(name, function, "CPU")
+            if namespace == "_C_ascend" and not has(f"{namespace}::{name}", "Meta"):
+                library.impl(name, function, "Meta")  # shapes for torch.compile, as its C++ library has them
         register("run_on_cpu", namespace, ours)
         others = {n for n in known - set(ours) if n.split(".")[0] not in KEPT_NPU}
         decided = {n for n in others if namespace == "_C_ascend" or has(f"{namespace}::{n}", "PrivateUse1")}
