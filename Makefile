@@ -16,8 +16,9 @@ help:  ## this list
 setup:  ## make or refresh .venv (first time: about 3 minutes and 4 GB; later: a moment)
 	@$(PYTHON) scripts/setup_cpu.py --venv $(VENV)
 
-demo: setup  ## run the demonstration on this machine's CPU
-	@$(BIN)/kvoffload demo $(ARGS)
+ON_EMULATOR := $(filter --ascend,$(ARGS))
+demo: setup $(if $(ON_EMULATOR),emulator)  ## run the demonstration on this machine's CPU (ARGS=--ascend: on an emulated NPU)
+	@$(if $(ON_EMULATOR),build/emulator/venv/bin/python -m vllm_kvoffload.cli.main,$(BIN)/kvoffload) demo $(ARGS)
 
 test: setup  ## all tests, also those that start vLLM engines (ARGS="-k name" chooses)
 	@$(PYTEST) $(ARGS)

@@ -25,13 +25,13 @@ FAKE = Path(__file__).with_name("fake_server.py")
 
 def test_options() -> None:
     assert vars(run.parse_arguments([])) == {
-        "no_store": False, "aggregated": False, "quick": False, "keep_serving": False, "port": 0,
-        "work_dir": Path(".demo"),
+        "no_store": False, "aggregated": False, "ascend": False, "quick": False, "keep_serving": False,
+        "port": 0, "work_dir": Path(".demo"),
     }  # fmt: skip
     given = ["--aggregated", "--quick", "--keep-serving", "--port", "8000", "--work-dir", "x"]
     assert vars(run.parse_arguments(given)) == {
-        "no_store": False, "aggregated": True, "quick": True, "keep_serving": True, "port": 8000,
-        "work_dir": Path("x"),
+        "no_store": False, "aggregated": True, "ascend": False, "quick": True, "keep_serving": True,
+        "port": 8000, "work_dir": Path("x"),
     }  # fmt: skip
     assert run.parse_arguments(["--no-store"]).no_store
 

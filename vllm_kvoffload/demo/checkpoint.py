@@ -66,9 +66,16 @@ _WIDE = CheckpointSpec(
     index_topk=512,
 )
 
+_ASCEND = dataclasses.replace(
+    _WIDE, layer_pattern="FFFFF", dtype="bfloat16", index_topk=2048, index_n_heads=8, num_dense_layers=4
+)
+"""What vllm-ascend's operators take. Every layer has an indexer: vLLM 0.23 loads no others from a checkpoint
+that isn't quantised."""
+
 MODELS: Mapping[str, CheckpointSpec] = {
     "glm": _GLM,
     "glm-576": _WIDE,
+    "glm-ascend": _ASCEND,
     "glm-tiny": _TINY,
     "dsv32": dataclasses.replace(_GLM, model_type="deepseek_v32", layer_pattern="FFFFFF"),
     "dsv32-tiny": dataclasses.replace(_TINY, model_type="deepseek_v32", layer_pattern="FFF"),

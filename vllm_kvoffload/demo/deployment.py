@@ -141,12 +141,16 @@ def disaggregated(
         store: of prefill, as for `with_store`; None for none.
     """
     prefill_port, decode_port, kv_port = free_ports(3)
-    transfer = transfer_options("kv_producer", kv_port)
+    backend = "memfabric" if options.npu else "nixl"
+    transfer = transfer_options("kv_producer", kv_port, backend)
     if store is not None:
         transfer = with_store(transfer, store)
     prefill = replace(options, port=prefill_port, transfer=transfer)
     decode = replace(
-        options, port=decode_port, transfer=transfer_options("kv_consumer", kv_port), offload=offload
+        options,
+        port=decode_port,
+        transfer=transfer_options("kv_consumer", kv_port, backend),
+        offload=offload,
     )
     commands = {
         "prefill": (prefill_port, command_line(prefill)),

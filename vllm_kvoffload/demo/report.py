@@ -78,7 +78,12 @@ class RunResult:
 
 def _kv_tokens(metrics: Mapping[str, list[Sample]]) -> int:
     """Number of KV tokens that fit, 0 if not reported."""
-    return next((int(sample.labels["kv_cache_size_tokens"]) for sample in metrics.get(_CONFIG, ())), 0)
+    for sample in metrics.get(_CONFIG, ()):
+        labels = sample.labels
+        if "kv_cache_size_tokens" in labels:
+            return int(labels["kv_cache_size_tokens"])
+        return int(labels["num_gpu_blocks"]) * int(labels["block_size"])  # vLLM 0.23
+    return 0
 
 
 def _series(metrics: Mapping[str, list[Sample]]) -> dict[str, float]:

@@ -29,9 +29,9 @@ from vllm_kvoffload.demo.deployment import Deployment, alone, disaggregated
 from vllm_kvoffload.demo.progress import Note, Stages
 from vllm_kvoffload.demo.report import RunResult, as_json, from_store_text, print_table, print_verdict
 from vllm_kvoffload.demo.server import HOST, MODEL_NAME, ServerError, ServerOptions, free_port
-from vllm_kvoffload.demo.workload import FULL, QUICK, DemoStep, steps
+from vllm_kvoffload.demo.workload import ASCEND, ASCEND_QUICK, FULL, QUICK, DemoStep, Scale, steps
 
-MODEL = "glm"
+MODEL, ASCEND_MODEL = "glm", "glm-ascend"
 START_DEADLINE_S = 300.0
 REQUEST_DEADLINE_S = 300.0
 METRICS_DEADLINE_S = 20.0
@@ -44,7 +44,14 @@ STORE = {
     "layerwise_independent_layers": [0],
     "local_dram_size_GB": 0.25,
 }
-"""Of prefill: three buffers for the model's six layers but the first."""
+"""Of prefill: three buffers for the model's six layers but the first (on Ascend, five)."""
+
+EMULATED = (
+    "This machine's NPU is emulated: vLLM, vllm-ascend and torch_npu are the released ones, unmodified; CANN, "
+    "the operators' kernels and MemFabric are stand-ins on the CPU. It shows that the servers start, work "
+    "together and give the same tokens. It shows nothing about speed, about a real device's limits and "
+    "rounding, or about MemFabric's own transfers."
+)
 
 _Serving = Callable[[Deployment, RunResult], None]
 
@@ -75,6 +82,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "--aggregated",
         action="store_true",
         help="compare with one server with offload, which does prefill and decode",
+    )
+    parser.add_argument(
+        "--ascend",
+        action="store_true",
+        help="serve by vllm-ascend; `make demo ARGS=--ascend` does so on an emulated NPU",
     )
     parser.add_argument("--quick", action="store_true", help="shorter prompts and answers")
     parser.add_argument(
@@ -129,13 +141,17 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 
 
 def _demo(options: argparse.Namespace, console: Console) -> int:
-    _check_environment(options.aggregated)
+    if options.ascend:
+        _check_ascend(console)
+    else:
+        _check_environment(options.aggregated)
     folder = options.work_dir.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     with Stages(console) as stages:
         with stages.stage("Building a random GLM-DSA checkpoint and its tokenizer"):
-            checkpoint = build_checkpoint(folder / MODEL, MODELS[MODEL])
-            asked = _steps(checkpoint, options.quick)
+            model = ASCEND_MODEL if options.ascend else MODEL
+            checkpoint = build_checkpoint(folder / model, MODELS[model])
+            asked = _steps(checkpoint, _scale(options))
         without, with_offload = _deployments(options, checkpoint, folder)
         runs = [_run(stages, without, RunResult("without offload", _device_bytes(options)), asked, None)]
         keep = _keep_serving(stages, runs[0]) if options.keep_serving else None
@@ -153,16 +169,24 @@ def _demo(options: argparse.Namespace, console: Console) -> int:
 
 
 def _device_bytes(options: argparse.Namespace) -> int:
-    return (QUICK if options.quick else FULL).device_bytes
+    return _scale(options).device_bytes
+
+
+def _scale(options: argparse.Namespace) -> Scale:
+    if options.ascend:
+        return ASCEND_QUICK if options.quick else ASCEND
+    return QUICK if options.quick else FULL
 
 
 def _deployments(
     options: argparse.Namespace, checkpoint: Path, folder: Path
 ) -> tuple[Deployment, Deployment]:
     """Returns the deployments to compare: without and with offload."""
-    scale = QUICK if options.quick else FULL
+    scale = _scale(options)
     port = options.port or free_port()
-    server = ServerOptions(checkpoint, scale.device_bytes, port, max_model_len=scale.max_model_len)
+    server = ServerOptions(
+        checkpoint, scale.device_bytes, port, max_model_len=scale.max_model_len, npu=options.ascend
+    )
     offload = {"topk_buffer_size": scale.topk_buffer_size, "dram_size_per_dp_GB": 1}
     without = alone("without-offload", "a server without offload", server, folder)
     if options.aggregated:
@@ -187,11 +211,22 @@ def _check_environment(aggregated: bool) -> None:
         )
 
 
-def _steps(checkpoint: Path, quick: bool) -> list[DemoStep]:
+def _check_ascend(console: Console) -> None:
+    """Says what the NPU is. Raises ServerError without vllm-ascend."""
+    if find_spec("vllm_ascend") is None or find_spec("torch_npu") is None:
+        raise ServerError(
+            "--ascend needs vllm-ascend and torch_npu in this environment; without an NPU, `make demo "
+            "ARGS=--ascend` makes one with an emulated NPU"
+        )
+    if find_spec("npu_emulator") is not None:
+        console.print(EMULATED, markup=False, highlight=False, soft_wrap=True)
+
+
+def _steps(checkpoint: Path, scale: Scale) -> list[DemoStep]:
     from tokenizers import Tokenizer
 
     tokenizer: Any = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    return steps(QUICK if quick else FULL, lambda text: tokenizer.encode(text).ids, tokenizer.decode)
+    return steps(scale, lambda text: tokenizer.encode(text).ids, tokenizer.decode)
 
 
 def _run(

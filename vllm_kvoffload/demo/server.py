@@ -47,6 +47,7 @@ class ServerOptions:
 
     device_bytes: memory for KV. offload: `sparse_kv_offload_config` without its `enabled`, None for none.
     transfer: `--kv-transfer-config`, None for an engine that is neither prefill nor decode. port: of HOST.
+    npu: serves on an NPU, in 16 bits and blocks of 128 tokens.
     """
 
     checkpoint: Path
@@ -57,6 +58,7 @@ class ServerOptions:
     max_model_len: int = 8192
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 1024
+    npu: bool = False
 
 
 def command_line(options: ServerOptions) -> list[str]:
@@ -66,12 +68,14 @@ def command_line(options: ServerOptions) -> list[str]:
         "served-model-name": MODEL_NAME,
         "host": HOST,
         "port": options.port,
-        "dtype": "float32",
+        "dtype": "bfloat16" if options.npu else "float32",
         "max-model-len": options.max_model_len,
         "max-num-seqs": options.max_num_seqs,
         "max-num-batched-tokens": options.max_num_batched_tokens,
         "kv-cache-memory-bytes": options.device_bytes,
     }
+    if options.npu:
+        settings["block-size"] = 128
     for name, value in settings.items():
         command += [f"--{name}", str(value)]
     command += ["--enforce-eager", "--enable-prompt-tokens-details"]
@@ -83,16 +87,17 @@ def command_line(options: ServerOptions) -> list[str]:
     return command
 
 
-def transfer_options(role: str, kv_port: int, **extra: Any) -> dict[str, Any]:
-    """`ServerOptions.transfer` of a "kv_producer" (prefill) or "kv_consumer" (decode), over NIXL.
+def transfer_options(role: str, kv_port: int, backend: str = "nixl", **extra: Any) -> dict[str, Any]:
+    """`ServerOptions.transfer` of a "kv_producer" (prefill) or "kv_consumer" (decode).
 
-    kv_port: where decode's first rank listens. extra: more keys of the connector.
+    kv_port: where decode's first rank listens. backend: "nixl", or "memfabric" on NPUs. extra: more keys of
+    the connector.
     """
     return {
         "kv_connector": REMOTE_D2H,
         "kv_role": role,
         "kv_port": kv_port,
-        "kv_connector_extra_config": {"transfer_backend": "nixl", **extra},
+        "kv_connector_extra_config": {"transfer_backend": backend, **extra},
     }
 
 

@@ -11,6 +11,7 @@ from npu_emulator.ops import operator
 from npu_emulator.ops.dense import interleave_rope, rms_norm, scatter_nd_update_
 
 UNBOUNDED = 9223372036854775807
+DECODE_QUERIES = 4  # of a request: rows of decode may be anywhere, so their order is that of the indices
 
 
 def check_layout(query: str, cache: str, sparse_mode: int, pre_tokens: int, next_tokens: int) -> None:
@@ -91,6 +92,15 @@ def attend_chosen(query: Tensor, rows: Tensor, indices: Tensor, scale: float, wi
     return torch.einsum("qhn,qnd->qhd", weights, keys[..., :width]).to(query.dtype)
 
 
+def attend_masked(query: Tensor, rows: Tensor, indices: Tensor, scale: float, width: int) -> Tensor:
+    """The same in the order of the rows and not of the indices: faster for many queries."""
+    scores = torch.einsum("qhd,kd->qhk", query.float(), rows.float()) * scale
+    hidden = torch.ones((len(query), len(rows) + 1), dtype=torch.bool)
+    hidden.scatter_(1, indices.masked_fill(indices < 0, len(rows)), False)
+    weights = scores.masked_fill(hidden[:, None, :-1], float("-inf")).softmax(-1).nan_to_num(0)
+    return torch.einsum("qhk,kd->qhd", weights, rows[:, :width].float()).to(query.dtype)
+
+
 @operator("npu::npu_sparse_flash_attention", "_C_ascend::npu_sparse_flash_attention")
 def sparse_flash_attention(
     query: Tensor, key: Tensor, value: Tensor | None, sparse_indices: Tensor, scale_value: float, *,
@@ -126,8 +136,14 @@ def sparse_flash_attention(
         indices = indices.masked_fill(indices >= seen.unsqueeze(1), -1)
         parts = [rows_of(cache, block_table[number], length) for cache in (key, key_rope)]
         rows = torch.cat(parts, dim=-1)
-        for first in range(start, stop, 16):  # bounded scratch
-            last = min(first + 16, stop)
+        if stop - start > DECODE_QUERIES:
+            for first in range(start, stop, 64):  # bounded scratch
+                last = min(first + 64, stop)
+                chosen = indices[first - start : last - start]
+                out[first:last] = attend_masked(queries[first:last], rows, chosen, scale_value, key.shape[-1])
+            continue
+        for first in range(start, stop):
+            last = first + 1
             chosen = indices[first - start : last - start]
             used = (chosen >= 0).any(0).nonzero().flatten()
             chosen = chosen[:, : int(used[-1]) + 1 if len(used) else 1]
