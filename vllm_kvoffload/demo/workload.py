@@ -31,8 +31,8 @@ class Scale:
 
 FULL = Scale(4000, 5000, 64, 3000, 8192, 48 << 20)
 QUICK = Scale(1500, 1800, 16, 1000, 4096, 20 << 20)
-ASCEND = Scale(900, 1000, 16, 600, 2560, 24 << 20, 2048)
-ASCEND_QUICK = Scale(300, 400, 8, 300, 1024, 10 << 20, 2048)
+ASCEND = Scale(900, 1000, 16, 600, 2560, 72 << 20, 2048)
+ASCEND_QUICK = Scale(300, 400, 8, 300, 1024, 60 << 20, 2048)
 """For an emulated NPU, which computes slowly. Prompts stay below the model's top-k."""
 
 

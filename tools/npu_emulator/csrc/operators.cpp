@@ -4,7 +4,8 @@
 // memory, the call goes on to the CPU kernel, results become device tensors. The operators of a stream keep their
 // order: one that returns new tensors first waits for the stream's queue, since shapes are known only then; one
 // that only writes to its arguments is queued when something is queued already, or when tasks are delayed.
-// During a capture the first kind runs (for its shapes) and is recorded, the second is recorded only.
+// During a capture both are only recorded; shapes of new tensors come from the operator's kernel for "meta" tensors, or
+// where there is none, from a run.
 #include <Python.h>
 
 #include <ATen/ATen.h>
@@ -225,9 +226,85 @@ void record_call(const c10::OperatorHandle &op, const Call &call, npu::Stream &s
   stream.submit([op, arguments, fresh] {
     std::vector<Tensor> results = tensors_of(call_cpu(op, arguments));
     at::AutoDispatchBelowADInplaceOrView below;
-    for (const auto &item : fresh) Tensor(item.second).copy_(results.at(item.first));
+    for (const auto &item : fresh) {
+      const Tensor &result = results.at(item.first);
+      if (result.numel() > 0) Tensor(item.second).copy_(result);  // else an output that this call leaves out
+    }
   });
 }
+
+// Calls an operator on tensors without data.
+class Shapes {
+ public:
+  // False if the operator has no kernel for it, or asks for values.
+  bool of(const c10::OperatorHandle &op, const Stack *stack, size_t begin) {
+    if (!op.hasKernelForDispatchKey(c10::DispatchKey::Meta)) return false;
+    try {
+      for (size_t n = begin; n < stack->size(); n++) results_.push_back(convert((*stack)[n]));
+      at::AutoDispatchBelowADInplaceOrView below;
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &results_);
+      return true;
+    } catch (const std::exception &) {
+      return false;
+    }
+  }
+
+  // Pushes device tensors of those shapes. ``fresh`` gets those that a call must fill.
+  void push(Stack *stack, c10::Device device, std::vector<std::pair<size_t, Tensor>> &fresh) {
+    size_t number = 0;
+    for (IValue &value : results_) {
+      if (value.isTensor()) {
+        value = real(value.toTensor(), device, fresh, number++);
+      } else if (value.isTensorList()) {
+        c10::List<Tensor> list;
+        for (const Tensor &tensor : value.toTensorVector()) list.push_back(real(tensor, device, fresh, number++));
+        value = list;
+      }
+      stack->push_back(std::move(value));
+    }
+  }
+
+ private:
+  IValue convert(const IValue &value) {
+    if (value.isTensor()) return convert(value.toTensor());
+    if (value.isTensorList()) {
+      c10::List<Tensor> list;
+      for (const Tensor &tensor : value.toTensorVector()) list.push_back(convert(tensor));
+      return list;
+    }
+    if (value.isOptionalTensorList()) {
+      c10::List<std::optional<Tensor>> list;
+      for (std::optional<Tensor> tensor : value.toOptionalTensorList())
+        list.push_back(tensor.has_value() && tensor->defined() ? std::optional<Tensor>(convert(*tensor)) : tensor);
+      return list;
+    }
+    if (value.isDevice()) return c10::Device(c10::kMeta);
+    return value;
+  }
+
+  Tensor convert(const Tensor &tensor) {
+    if (!tensor.defined() || (!on_npu(tensor) && tensor.dim() == 0)) return tensor;
+    Tensor made = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
+    given_.emplace_back(made, tensor);
+    return made;
+  }
+
+  Tensor real(const Tensor &result, c10::Device device, std::vector<std::pair<size_t, Tensor>> &fresh, size_t number) {
+    if (!result.defined()) return result;
+    for (const auto &[made, original] : given_) {
+      if (result.unsafeGetTensorImpl() == made.unsafeGetTensorImpl()) return original;
+      if (result.is_alias_of(made))
+        return at::as_strided(original, result.sizes(), result.strides(),
+                              original.storage_offset() + result.storage_offset());
+    }
+    Tensor tensor = at::empty_strided(result.sizes(), result.strides(), result.options().device(device));
+    if (result.numel() > 0) fresh.emplace_back(number, host_tensor(tensor));
+    return tensor;
+  }
+
+  Stack results_;
+  std::vector<std::pair<Tensor, Tensor>> given_;
+};
 
 void run_on_cpu(const c10::OperatorHandle &op, Stack *stack) {
   Call call(op, stack);
@@ -253,6 +330,14 @@ void run_on_cpu(const c10::OperatorHandle &op, Stack *stack) {
   if (!recording) {
     drain(stream);
     raise_errors(stream);
+  }
+  if (Shapes shapes; stream.capturing != nullptr && shapes.of(op, stack, begin)) {
+    stack->erase(stack->begin() + static_cast<std::ptrdiff_t>(begin), stack->end());
+    std::vector<std::pair<size_t, Tensor>> unfilled;
+    at::AutoDispatchBelowADInplaceOrView below;
+    shapes.push(stack, call.device(), unfilled);
+    record_call(op, call, stream, std::move(unfilled));
+    return;
   }
   Stack results = call_cpu(op, call.arguments());
   stack->erase(stack->begin() + static_cast<std::ptrdiff_t>(begin), stack->end());
