@@ -224,11 +224,15 @@ void record_call(const c10::OperatorHandle &op, const Call &call, npu::Stream &s
                  std::vector<std::pair<size_t, Tensor>> fresh) {
   auto arguments = call.arguments();
   stream.submit([op, arguments, fresh] {
-    std::vector<Tensor> results = tensors_of(call_cpu(op, arguments));
-    at::AutoDispatchBelowADInplaceOrView below;
-    for (const auto &item : fresh) {
-      const Tensor &result = results.at(item.first);
-      if (result.numel() > 0) Tensor(item.second).copy_(result);  // else an output that this call leaves out
+    try {
+      std::vector<Tensor> results = tensors_of(call_cpu(op, arguments));
+      at::AutoDispatchBelowADInplaceOrView below;
+      for (const auto &item : fresh) {
+        const Tensor &result = results.at(item.first);
+        if (result.numel() > 0) Tensor(item.second).copy_(result);  // else an output that this call leaves out
+      }
+    } catch (const std::exception &error) {
+      throw std::runtime_error(with_name(op, error.what()));
     }
   });
 }

@@ -29,10 +29,11 @@ def check_indices(*tensors: Tensor | None) -> None:
 
 
 def requests(stops: Tensor, lengths: Tensor) -> Iterator[tuple[int, int, int, int]]:
-    """(number, first query, end of queries, tokens) of every request that has queries."""
+    """(number, first query, end of queries, tokens) of every request that has queries and tokens: those that
+    pad a graph's batch have none."""
     start = 0
     for number, (stop, length) in enumerate(zip(stops.tolist(), lengths.tolist(), strict=True)):
-        if stop > start:
+        if stop > start and length > 0:
             yield number, start, stop, length
         start = max(start, stop)
 
