@@ -171,7 +171,10 @@ def install_emulator(python: Path, site: Path) -> None:
 
 def install_memfabric(site: Path) -> None:
     """A package of MemFabric's name, in front of a real one that may be installed."""
-    info, kernels = site / f"memfabric_hybrid-{MEMFABRIC}.dist-info", site / "memfabric_hybrid" / MEMFABRIC_KERNELS
+    info, kernels = (
+        site / f"memfabric_hybrid-{MEMFABRIC}.dist-info",
+        site / "memfabric_hybrid" / MEMFABRIC_KERNELS,
+    )
     for folder in (info, kernels.parent):
         folder.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: memfabric_hybrid\nVersion: {MEMFABRIC}\n")

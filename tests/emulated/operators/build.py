@@ -14,7 +14,11 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
-CSRC, EMULATOR, ASCENDC_TESTS = ROOT / "csrc", ROOT / "tools" / "npu_emulator" / "csrc", ROOT / "tests" / "ascendc"
+CSRC, EMULATOR, ASCENDC_TESTS = (
+    ROOT / "csrc",
+    ROOT / "tools" / "npu_emulator" / "csrc",
+    ROOT / "tests" / "ascendc",
+)
 KERNELS = ("dsa_install", "dsa_plan", "dsa_serve", "dsa_serve_compact", "gather_selection", "host_write")
 TWIN = ("core", "global_memory", "launch", "queue", "report")
 LIBRARY = "libkvoffload_ascend.so"
@@ -24,7 +28,9 @@ WHERE = "import importlib.util as u; [print(u.find_spec(n).submodule_search_loca
 def digest(folders: tuple[Path, ...]) -> str:
     """Changes with any source file."""
     found = hashlib.sha256()
-    for path in sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in (".h", ".cpp", ".asc")):
+    for path in sorted(
+        p for folder in folders for p in folder.rglob("*") if p.suffix in (".h", ".cpp", ".asc")
+    ):
         found.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
     return found.hexdigest()[:16]
 
@@ -72,9 +78,7 @@ def _build(venv: Path, target: Path) -> None:
     }
     objects = {source: target / f"{source.parent.name}_{source.stem}.o" for source in sources}
     compiler = ["g++", "-std=c++20", "-O2", "-fPIC", "-w", "-c"]
-    compile_all(
-        [[*compiler, str(s), *options, "-o", str(objects[s])] for s, options in sources.items()]
-    )
+    compile_all([[*compiler, str(s), *options, "-o", str(objects[s])] for s, options in sources.items()])
     folders = (torch / "lib", torch_npu / "lib", emulator)
     link = ["g++", "-shared", *map(str, objects.values()), "-o", str(target / LIBRARY), "-pthread"]
     link += [f"-L{folder}" for folder in folders] + [f"-Wl,-rpath,{folder}" for folder in folders]

@@ -33,7 +33,14 @@ CORES, PAIR_BYTES = 48, 88 << 10  # of sparse_copy's kernel
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _cann = ctypes.CDLL(str(LIBRARIES / "libnpu_emulator.so"))
 _cann.npu_emulator_host_view.restype = ctypes.c_void_p
 _cann.npu_emulator_host_view.argtypes = [ctypes.c_void_p]
@@ -132,7 +139,9 @@ def _read(process: int, regions: list[list[int]], spans: list[tuple[int, int, in
     return 0
 
 
-def sparse_copy(sources: Tensor, targets: Tensor, lengths: Tensor, count: Tensor, device: torch.device) -> int:
+def sparse_copy(
+    sources: Tensor, targets: Tensor, lengths: Tensor, count: Tensor, device: torch.device
+) -> int:
     """Queues copies between addresses on the current stream. int64, int64, int32 [n] and int32 [1], on the
     device."""
     if device.index is None:
@@ -156,7 +165,10 @@ def _sparse_copy(sources: Tensor, targets: Tensor, lengths: Tensor, count: Tenso
         ctypes.memmove(host_view(target), host_view(source), length)
 
 
-on_cpu("npu_emulator", {"sparse_copy(Tensor sources, Tensor targets, Tensor lengths, Tensor count) -> ()": _sparse_copy})
+on_cpu(
+    "npu_emulator",
+    {"sparse_copy(Tensor sources, Tensor targets, Tensor lengths, Tensor count) -> ()": _sparse_copy},
+)
 
 
 class Scene(enum.Enum):
@@ -225,7 +237,9 @@ class _Offload:
                     raise
                 time.sleep(0.05)
 
-    def empty(self, sizes: Sequence[int], dtype: torch.dtype = torch.bfloat16, pin_memory: bool = False) -> Tensor:
+    def empty(
+        self, sizes: Sequence[int], dtype: torch.dtype = torch.bfloat16, pin_memory: bool = False
+    ) -> Tensor:
         """Memory of the pool; never given back before `uninitialize`."""
         if not pin_memory:
             raise NotImplementedError("npu_emulator: memfabric_hybrid.offload.empty of device memory")
