@@ -8,18 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 
-def missing_wait() -> None:
-    """The compute stream doesn't wait for rows that a side stream brings into a prefill buffer."""
-    from vllm_kvoffload.runtime import npu
-
-    npu._ComputeStream.wait_event = lambda *_: None  # type: ignore[method-assign,assignment]
-
-
 def missing_stream_wait() -> None:
-    """Compact delivery: the compute stream doesn't wait for the installs of the step before."""
+    """Compact delivery: installs don't wait for the compute stream, which gathers the rows they copy."""
     from vllm_kvoffload.runtime import npu
 
-    npu.DeviceLane.join = lambda *_: None  # type: ignore[method-assign]
+    def submit(self: npu.DeviceLane, launch: Callable[..., object], *args: Any) -> Any:
+        after = self._npu.Event()
+        with self._npu.stream(self._stream):
+            launch(*args)
+        after.record(self._stream)
+        return after
+
+    npu.DeviceLane.submit = submit  # type: ignore[method-assign]
 
 
 def buffer_not_refilled() -> None:
@@ -89,7 +89,6 @@ def capture_waits() -> None:
 BUGS: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
-        missing_wait,
         missing_stream_wait,
         buffer_not_refilled,
         lease_ignored,

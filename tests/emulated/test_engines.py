@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import random
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.emulated.emulator_env import child, environment
+from tests.emulated.emulator_env import environment
+from tests.emulated.engines import (
+    COMPILED,
+    DELAYS,
+    GUARD,
+    MODELS,
+    TOKENS,
+    graphs,
+    offload,
+    operators,
+    run,
+    start,
+)
 from vllm_kvoffload.demo.checkpoint import build_checkpoint
-from vllm_kvoffload.demo.spec import CheckpointSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-ASCEND = "ascend,ascend_kv_connector,ascend_model,ascend_service_profiling"
-TOKENS = 8
-OFFLOAD = {"sparse_kv_offload_config": {"enabled": True, "topk_buffer_size": 4096, "dram_size_per_dp_GB": 1}}
-DSA: dict[str, Any] = {
-    "layer_pattern": "FFF", "dtype": "bfloat16", "kv_lora_rank": 512, "qk_rope_head_dim": 64,
-    "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 8,
-}  # fmt: skip
-MODELS = {
-    "GLM, dense": CheckpointSpec(num_dense_layers=3, **DSA),
-    "GLM, experts": CheckpointSpec(num_dense_layers=1, **DSA),
-    "DeepSeek-V3.2": CheckpointSpec(model_type="deepseek_v32", num_dense_layers=1, **DSA),
-}
+Answers = list[dict[str, Any]]
+Expected = Callable[..., Answers]
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +36,41 @@ def python() -> Path:
     return environment()
 
 
-def run(python: Path, folder: Path, job: dict[str, Any], **settings: str) -> Any:
-    given, output = folder / "job.json", folder / "output.json"
-    given.write_text(json.dumps(job))
-    wants = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", **settings}
-    done = child(python, "engine_child.py", str(given), str(output), timeout_s=800, **wants)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(output.read_text())
+@pytest.fixture(scope="module")
+def kernels(python: Path) -> dict[str, str]:
+    return operators(python)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return lambda name: build_checkpoint(folder / name.replace(", ", "-"), MODELS[name])
+
+
+@pytest.fixture(scope="module")
+def without(
+    python: Path, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Expected:
+    """Answers of an eager engine without the offload and without delays, once for each model and options."""
+    found: dict[str, Answers] = {}
+
+    def get(model: str = "GLM, dense", **options: Any) -> Answers:
+        key = f"{model} {options}"
+        if key not in found:
+            folder = tmp_path_factory.mktemp("without")
+            done = run(python, folder, models(model), options, {})
+            check_rounds(done)
+            found[key] = done["answers"]
+        return found[key]
+
+    return get
+
+
+def check_rounds(done: dict[str, Any]) -> None:
+    """The rounds did what they are for: chunks, prefix hits, a preemption, different answers."""
+    assert done["counters"]["vllm:num_preemptions"] > 0
+    assert any(answer["cached"] for answer in done["answers"])
+    assert len({tuple(answer["token_ids"]) for answer in done["answers"]}) >= 6
 
 
 def decisive_prompts(model: Any, count: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -73,24 +103,137 @@ def test_qwen3_generates_what_hugging_face_does(python: Path, tmp_path: Path, ra
     model.save_pretrained(tmp_path / "model")
     prompts, answers = decisive_prompts(model.float(), 3)
     options = {"tensor_parallel_size": ranks}
-    job = {"model": str(tmp_path / "model"), "prompts": prompts, "tokens": TOKENS, "options": options}
-    results = run(python, tmp_path, job, VLLM_PLUGINS=ASCEND)
-    assert [result["token_ids"] for result in results] == answers
+    done = run(python, tmp_path, tmp_path / "model", options, {}, rounds=[prompts])
+    assert [answer["token_ids"] for answer in done["answers"]] == answers
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_offload_changes_nothing(python: Path, tmp_path: Path, name: str) -> None:
-    """Token ids and log-probabilities, also of a prompt in chunks, longer than what an indexer chooses."""
-    model = build_checkpoint(tmp_path / "model", MODELS[name])
-    rng = random.Random(1)
-    prompts = [[11, 48, 85, 122], [rng.randrange(5, 2000) for _ in range(2100)]]
-    options = {"block_size": 128, "max_model_len": 4096, "max_num_batched_tokens": 1024}
-    job = {
-        "model": str(model), "prompts": prompts, "tokens": TOKENS, "options": options,
-        "hidden": ["memfabric_hybrid"],
-    }  # fmt: skip
-    plugins = {"VLLM_PLUGINS": f"kvoffload,{ASCEND}"}
-    expected = run(python, tmp_path, job, **plugins)
-    job["options"] = {**options, "additional_config": OFFLOAD}
-    assert run(python, tmp_path, job, **plugins) == expected
-    assert len({tuple(result["token_ids"]) for result in expected}) == len(prompts)
+SEGMENT = {"hidden": ["memfabric_hybrid"]}  # host pool and rows without MemFabric
+TP2, SYNC = {"tensor_parallel_size": 2}, {"async_scheduling": False}
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1, "enforce_eager": True}}
+CASES: dict[str, dict[str, Any]] = {
+    "operators": {},
+    "operators, segment": {"job": SEGMENT},
+    "MemFabric's copies": {"kernels": False},
+    "torch": {"kernels": False, "job": SEGMENT},
+    "compact": {"section": {"delivery": "compact"}},
+    "delays": {"settings": DELAYS},
+    "compact, delays": {"settings": DELAYS, "section": {"delivery": "compact"}},
+    "guard": {"settings": GUARD, "kernels": False},
+    "guard, operators": {"settings": GUARD, "job": SEGMENT},
+    "synchronous scheduling": {"options": SYNC},
+    "PIECEWISE": {"options": graphs("PIECEWISE"), "settings": COMPILED},
+    "FULL_DECODE_ONLY": {"options": graphs("FULL_DECODE_ONLY"), "settings": COMPILED},
+    "FULL_DECODE_ONLY, delays": {"options": graphs("FULL_DECODE_ONLY"), "settings": {**COMPILED, **DELAYS}},
+    "TP 2": {"base": TP2, "options": TP2},
+    "MTP 1": {"model": "GLM, MTP", "base": MTP, "options": MTP, "section": {"topk_buffer_size": 4096}},
+    "experts": {"model": "GLM, experts"},
+    "DeepSeek-V3.2": {"model": "DeepSeek-V3.2"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_offload_changes_nothing(
+    python: Path,
+    kernels: dict[str, str],
+    models: Callable[[str], Path],
+    without: Expected,
+    tmp_path: Path,
+    case: str,
+) -> None:
+    """Token ids and log-probabilities to the bit, of chunks, prefix hits and preempted requests."""
+    given = CASES[case]
+    model = given.get("model", "GLM, dense")
+    settings = {**(kernels if given.get("kernels", True) else {}), **given.get("settings", {})}
+    options = offload(given.get("options"), **given.get("section", {}))
+    done = run(python, tmp_path, models(model), options, settings, **given.get("job", {}))
+    check_rounds(done)
+    assert done["answers"] == without(model, **given.get("base", {}))
+
+
+def test_more_than_the_model_selects(
+    python: Path, kernels: dict[str, str], models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A prompt longer than the top-k, and than a partition: tokens are selected, and evicted."""
+    rng = random.Random(2)
+    prompts = [[[rng.randrange(5, 2000) for _ in range(2100)]]]
+    wide = {"max_model_len": 2304, "max_num_batched_tokens": 1024, "num_gpu_blocks_override": 20}
+    model = models("GLM, dense")
+    expected = run(python, tmp_path / "without", model, wide, {}, rounds=prompts)
+    done = run(python, tmp_path / "with", model, offload(wide), kernels, rounds=prompts)
+    assert done["answers"] == expected["answers"]
+
+
+def test_the_cpu_platform_agrees(models: Callable[[str], Path], without: Expected, tmp_path: Path) -> None:
+    """Another vLLM, with kernels of its own: log-probabilities are equal within 16-bit rounding up to the
+    first token that differs, and most tokens don't."""
+    settings = {"VLLM_PLUGINS": "kvoffload,kvoffload_cpu", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    options = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20}
+    done = run(Path(sys.executable), tmp_path, models("GLM, dense"), options, settings)
+    same = 0
+    for ours, theirs in zip(without(), done["answers"], strict=True):
+        for n, (a, b) in enumerate(zip(ours["token_ids"], theirs["token_ids"], strict=True)):
+            if a != b:
+                break
+            assert ours["logprobs"][n] == pytest.approx(theirs["logprobs"][n], abs=0.15)
+            same += 1
+    assert same > 40
+
+
+PLANTED: dict[str, dict[str, Any]] = {
+    "missing_stream_wait": {"settings": DELAYS, "section": {"delivery": "compact"}},
+    "lease_ignored": {},
+    "wrong_block_table": {},
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_changes_the_answers(
+    python: Path,
+    kernels: dict[str, str],
+    models: Callable[[str], Path],
+    without: Expected,
+    tmp_path: Path,
+    bug: str,
+) -> None:
+    """On the adapter's own code, each in an engine that gives the right answers without it."""
+    given = PLANTED[bug]
+    options = offload(given.get("options"), **given.get("section", {}))
+    settings = {**kernels, **given.get("settings", {})}
+    done = run(python, tmp_path, models("GLM, dense"), options, settings, planted=bug)
+    assert done["answers"] != without()
+
+
+@pytest.mark.parametrize(
+    ("bug", "options", "settings", "message"),
+    [
+        ("host_reads_device_memory", {}, GUARD, "host code touches device memory"),
+        (  # over another step's batch the plan's slots don't fit the selected tokens
+            "buffer_not_refilled",
+            graphs("FULL_DECODE_ONLY"),
+            COMPILED,
+            "npu_sparse_flash_attention would ignore indices behind a -1",
+        ),
+        (
+            "capture_waits",
+            graphs("FULL_DECODE_ONLY"),
+            COMPILED,
+            "can't wait for a copy while a stream is captured",
+        ),
+    ],
+)
+def test_a_planted_bug_ends_the_engine(
+    python: Path,
+    kernels: dict[str, str],
+    models: Callable[[str], Path],
+    tmp_path: Path,
+    bug: str,
+    options: dict[str, Any],
+    settings: dict[str, str],
+    message: str,
+) -> None:
+    done, output = start(
+        python, tmp_path, models("GLM, dense"), offload(options), {**kernels, **settings}, planted=bug
+    )
+    assert done.returncode
+    assert message in done.stdout + done.stderr
+    assert not output.exists()
