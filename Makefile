@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-faults test-soak emulator lint bench wheels clean
+.PHONY: help setup demo test test-fast test-faults test-soak test-emulated emulator lint bench wheels clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -34,6 +34,9 @@ test-soak: setup  ## an hour of load, kills, freezes and strangers (ARGS="--minu
 
 emulator: setup  ## an emulated NPU with vllm-ascend in build/emulator, for tests/emulated (3 minutes, 0.8 GB)
 	@$(BIN)/python tools/npu_emulator/install.py --venv build/emulator/venv --base $(BIN)/python
+
+test-emulated: emulator  ## whole vllm-ascend engines on the emulated NPU: 30 engines, 15 minutes or more (ARGS="-k name" chooses)
+	@$(BIN)/python -m pytest tests/emulated -n 0 -v --durations=0 $(ARGS)
 
 lint: setup  ## ruff's checks and formatting, and mypy --strict
 	@$(BIN)/ruff check .

@@ -27,7 +27,8 @@ MODELS = {
 }
 BLOCKS = 8  # one is vLLM's own: the last round of `rounds` needs nine, so that a request is preempted
 OPTIONS = {
-    "block_size": 128, "max_model_len": 1024, "max_num_batched_tokens": 256, "num_gpu_blocks_override": BLOCKS,
+    "block_size": 128, "max_model_len": 1024, "max_num_batched_tokens": 256,
+    "num_gpu_blocks_override": BLOCKS,
 }  # fmt: skip
 DELAYS = {"NPU_EMULATOR_DELAY_US": "2000"}
 GUARD = {"NPU_EMULATOR_GUARD": "1"}

@@ -47,9 +47,9 @@ STORE = {
 """Of prefill: three buffers for the model's six layers but the first (on Ascend, five)."""
 
 EMULATED = (
-    "This machine's NPU is emulated: vLLM, vllm-ascend and torch_npu are the released ones, unmodified; CANN, "
-    "the operators' kernels and MemFabric are stand-ins on the CPU. It shows that the servers start, work "
-    "together and give the same tokens. It shows nothing about speed, about a real device's limits and "
+    "This machine's NPU is emulated: vLLM, vllm-ascend and torch_npu are the released ones, unmodified; "
+    "CANN, the operators' kernels and MemFabric are stand-ins on the CPU. It shows that the servers start, "
+    "work together and give the same tokens. It shows nothing about speed, about a real device's limits and "
     "rounding, or about MemFabric's own transfers."
 )
 

@@ -1,1 +1,1 @@
-"""The real torch binding of the AscendC operators, with their kernels on the CPU twin, for the emulated NPU."""
+"""The real torch binding of the AscendC operators, kernels on the CPU twin, for the emulated NPU."""

@@ -1,7 +1,7 @@
 """Builds the library that KVOFFLOAD_ASCEND_OPS names on an emulated NPU.
 
-Its binding is csrc/ascendc/torch, compiled against the real torch_npu's headers; its launches run the kernels of
-csrc/ascendc on the CPU twin (launches.cpp).
+Its binding is csrc/ascendc/torch, compiled against the real torch_npu's headers; its launches run the
+kernels of csrc/ascendc on the CPU twin (launches.cpp).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ WHERE = "import importlib.util as u; [print(u.find_spec(n).submodule_search_loca
 
 
 def digest(folders: tuple[Path, ...]) -> str:
-    """Changes with any source file."""
-    found = hashlib.sha256()
+    """Changes with any source file of the folders, and with the emulator's headers."""
+    found = hashlib.sha256(b"".join((EMULATOR / name).read_bytes() for name in ("arena.h", "stream.h")))
     for path in sorted(
         p for folder in folders for p in folder.rglob("*") if p.suffix in (".h", ".cpp", ".asc")
     ):
@@ -48,8 +48,8 @@ def compile_all(commands: list[list[str]]) -> None:
 
 
 def build(venv: Path) -> Path:
-    """Returns the library's path; builds it unless it was built from the same sources. venv: the emulator's."""
-    folders = (CSRC / "ascendc", CSRC / "acpu", CSRC / "policies", HERE, EMULATOR, ASCENDC_TESTS)
+    """Returns the library's path; builds it unless it was built from these sources. venv: the emulator's."""
+    folders = (CSRC / "ascendc", CSRC / "acpu", CSRC / "policies", HERE, ASCENDC_TESTS)
     target = ROOT / "build" / "emulator" / "operators" / digest(folders)
     target.mkdir(parents=True, exist_ok=True)
     with (target / "lock").open("w") as lock:

@@ -53,7 +53,7 @@ class TransDataOpType(enum.Enum):
 
 
 class _Vector(ctypes.Structure):
-    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]  # noqa: RUF012
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
 
 
 def host_view(address: int) -> int:
@@ -77,15 +77,15 @@ class TransferEngine:
         self._server: socket.socket | None = None
 
     def initialize(
-        self, _store_url: str, unique_id: str, role: str, device_id: int, *, store_server_role: str = "Prefill",
-        data_op_type: TransDataOpType = TransDataOpType.SDMA,
+        self, _store_url: str, unique_id: str, role: str, device_id: int, *,
+        store_server_role: str = "Prefill", data_op_type: TransDataOpType = TransDataOpType.SDMA,
     ) -> int:  # fmt: skip
         if role not in ("Prefill", "Decode") or store_server_role not in ("Prefill", "Decode"):
             return -1
         if device_id < 0 or not isinstance(data_op_type, TransDataOpType):
             return -1
         _libc.prctl(PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)  # peers read this process
-        self._server = socket.create_server((unique_id.split(":")[0], 0))
+        self._server = socket.create_server((unique_id.split(":", maxsplit=1)[0], 0))
         threading.Thread(target=self._serve, args=(self._server,), daemon=True).start()
         return 0
 
