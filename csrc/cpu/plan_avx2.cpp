@@ -30,13 +30,17 @@ struct Lanes {
     return mask;
   }
 
+  static std::uint32_t match_pair(const std::int32_t* tags, const std::int32_t* others, std::int32_t id) {
+    return match(tags, id) | match(others, id) << W;
+  }
+
   static std::uint32_t zero(const std::uint8_t* bytes) {
     std::uint32_t mask = 0;
     for (int way = 0; way < W; way += 16) {
       const int zeros = _mm_movemask_epi8(_mm_cmpeq_epi8(load(bytes + way), _mm_setzero_si128()));
       mask |= static_cast<std::uint32_t>(zeros) << way;
     }
-    return mask;
+    return W == 8 ? mask & 0xff : mask;
   }
 
   // The shift brings the bit to the top of each byte.
@@ -90,10 +94,18 @@ struct Lanes {
     if constexpr (kHitForgetsAge<P>) return floor;
     return _mm_max_epu8(_mm_subs_epu8(ages, _mm_set1_epi8(static_cast<char>(P::kHitLowers))), floor);
   }
+  // 16 bytes, or the 8 of a small set and 8 zeros.
   static __m128i load(const std::uint8_t* ages) {
+    if constexpr (W == 8) return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(ages));
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(ages));
   }
-  static void store(std::uint8_t* ages, __m128i value) { _mm_storeu_si128(reinterpret_cast<__m128i*>(ages), value); }
+  static void store(std::uint8_t* ages, __m128i value) {
+    if constexpr (W == 8) {
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(ages), value);
+    } else {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(ages), value);
+    }
+  }
 };
 
 }  // namespace
@@ -103,6 +115,8 @@ struct Lanes {
 
 namespace kvoffload {
 
-PlanRequestFn avx2_planner(Policy policy, int ways) { return planner(policy, ways); }
+PlanRequestFn avx2_planner(Policy policy, Placement placement, int ways) {
+  return planner(policy, placement, ways);
+}
 
 }  // namespace kvoffload

@@ -69,7 +69,44 @@ template <int W>
 struct Lanes;
 
 template <>
+struct Lanes<8> : Settling {
+  static std::uint32_t match_pair(const std::int32_t* tags, const std::int32_t* others, std::int32_t id) {
+    const __m512i first = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tags)));
+    const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(others));
+    const __m512i both = _mm512_inserti64x4(first, second, 1);
+    return integer(_mm512_cmpeq_epi32_mask(both, _mm512_set1_epi32(id)));
+  }
+
+  static std::uint32_t zero(const std::uint8_t* bytes) {
+    const __m128i values = load(bytes);
+    return integer(_mm_testn_epi8_mask(values, values)) & 0xff;
+  }
+
+  template <int kBit>
+  static std::uint32_t with_bit(const std::uint8_t* ages) {
+    return static_cast<std::uint32_t>(_mm_movemask_epi8(_mm_slli_epi16(load(ages), 7 - kBit)));
+  }
+
+  static void fill(std::uint8_t* ages, std::uint32_t ways, std::uint8_t value) {
+    store(ages, _mm_mask_set1_epi8(load(ages), static_cast<__mmask16>(ways), static_cast<char>(value)));
+  }
+
+  static void add(std::uint8_t* ages, std::uint32_t ways, std::uint8_t delta) {
+    const __m128i step = _mm_maskz_set1_epi8(static_cast<__mmask16>(ways), static_cast<char>(delta));
+    store(ages, _mm_add_epi8(load(ages), step));
+  }
+
+ private:
+  static __m128i load(const std::uint8_t* ages) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(ages)); }
+  static void store(std::uint8_t* ages, __m128i value) { _mm_storel_epi64(reinterpret_cast<__m128i*>(ages), value); }
+};
+
+template <>
 struct Lanes<16> : Settling {
+  static std::uint32_t match_pair(const std::int32_t* tags, const std::int32_t* others, std::int32_t id) {
+    return match(tags, id) | match(others, id) << 16;
+  }
+
   static std::uint32_t match(const std::int32_t* tags, std::int32_t id) {
     return integer(_mm512_cmpeq_epi32_mask(_mm512_loadu_si512(tags), _mm512_set1_epi32(id)));
   }
@@ -136,6 +173,8 @@ struct Lanes<32> : Settling {
 
 namespace kvoffload {
 
-PlanRequestFn avx512_planner(Policy policy, int ways) { return planner(policy, ways); }
+PlanRequestFn avx512_planner(Policy policy, Placement placement, int ways) {
+  return planner(policy, placement, ways);
+}
 
 }  // namespace kvoffload

@@ -32,39 +32,50 @@ inline std::uint32_t match16(const std::int32_t* tags, int32x4_t id) {
   return vaddvq_u32(bits);
 }
 
+inline std::uint32_t match8(const std::int32_t* tags, int32x4_t id) {
+  const uint32x4_t weights = {1, 2, 4, 8};
+  const uint32x4_t bits = vandq_u32(vceqq_s32(vld1q_s32(tags), id), weights);
+  return vaddvq_u32(vorrq_u32(bits, vandq_u32(vceqq_s32(vld1q_s32(tags + 4), id), vshlq_n_u32(weights, 4))));
+}
+
 template <int W>
 struct Lanes {
   static std::uint32_t match(const std::int32_t* tags, std::int32_t id) {
     const int32x4_t wanted = vdupq_n_s32(id);
+    if constexpr (W == 8) return match8(tags, wanted);
     std::uint32_t mask = 0;
     for (int way = 0; way < W; way += 16) mask |= match16(tags + way, wanted) << way;
     return mask;
   }
 
+  static std::uint32_t match_pair(const std::int32_t* tags, const std::int32_t* others, std::int32_t id) {
+    return match(tags, id) | match(others, id) << W;
+  }
+
   static std::uint32_t zero(const std::uint8_t* bytes) {
     std::uint32_t mask = 0;
-    for (int way = 0; way < W; way += 16) mask |= mask_of(vceqzq_u8(vld1q_u8(bytes + way))) << way;
-    return mask;
+    for (int way = 0; way < W; way += 16) mask |= mask_of(vceqzq_u8(load(bytes + way))) << way;
+    return W == 8 ? mask & 0xff : mask;
   }
 
   template <int kBit>
   static std::uint32_t with_bit(const std::uint8_t* ages) {
     const uint8x16_t bit = vdupq_n_u8(1 << kBit);
     std::uint32_t mask = 0;
-    for (int way = 0; way < W; way += 16) mask |= mask_of(vtstq_u8(vld1q_u8(ages + way), bit)) << way;
+    for (int way = 0; way < W; way += 16) mask |= mask_of(vtstq_u8(load(ages + way), bit)) << way;
     return mask;
   }
 
   static void fill(std::uint8_t* ages, std::uint32_t ways, std::uint8_t value) {
     for (int way = 0; way < W; way += 16) {
-      vst1q_u8(ages + way, vbslq_u8(byte_mask(ways >> way), vdupq_n_u8(value), vld1q_u8(ages + way)));
+      store(ages + way, vbslq_u8(byte_mask(ways >> way), vdupq_n_u8(value), load(ages + way)));
     }
   }
 
   static void add(std::uint8_t* ages, std::uint32_t ways, std::uint8_t delta) {
     for (int way = 0; way < W; way += 16) {
       const uint8x16_t step = vandq_u8(byte_mask(ways >> way), vdupq_n_u8(delta));
-      vst1q_u8(ages + way, vaddq_u8(vld1q_u8(ages + way), step));
+      store(ages + way, vaddq_u8(load(ages + way), step));
     }
   }
 
@@ -94,6 +105,19 @@ struct Lanes {
     if constexpr (kHitForgetsAge<P>) return floor;
     return vmaxq_u8(vqsubq_u8(ages, vdupq_n_u8(P::kHitLowers)), floor);
   }
+
+  // 16 bytes, or the 8 of a small set and 8 zeros.
+  static uint8x16_t load(const std::uint8_t* bytes) {
+    if constexpr (W == 8) return vcombine_u8(vld1_u8(bytes), vdup_n_u8(0));
+    return vld1q_u8(bytes);
+  }
+  static void store(std::uint8_t* bytes, uint8x16_t value) {
+    if constexpr (W == 8) {
+      vst1_u8(bytes, vget_low_u8(value));
+    } else {
+      vst1q_u8(bytes, value);
+    }
+  }
 };
 
 }  // namespace
@@ -103,6 +127,8 @@ struct Lanes {
 
 namespace kvoffload {
 
-PlanRequestFn neon_planner(Policy policy, int ways) { return planner(policy, ways); }
+PlanRequestFn neon_planner(Policy policy, Placement placement, int ways) {
+  return planner(policy, placement, ways);
+}
 
 }  // namespace kvoffload

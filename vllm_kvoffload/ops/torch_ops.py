@@ -8,7 +8,7 @@ Inductor (torch 2.13) drops a bare copy (``clone``, ``copy_``) of a buffer betwe
 it, whichever ops they are: the copy then shows the later write. A result computed from the buffer is right.
 
 Arguments and errors are those of the plain functions. A :class:`~vllm_kvoffload.ops.Residency` is passed as
-its four tensors and its policy, a :class:`~vllm_kvoffload.ops.PlanOut` as its buffers in the order of
+its four tensors and its policy (an id has one set; not for other placements), a :class:`~vllm_kvoffload.ops.PlanOut` as its buffers in the order of
 ``PlanOut.buffers``.
 """
 
