@@ -99,7 +99,8 @@ class TwoSets {
   static Home near(std::uint32_t set) { return {set * H, (set ^ 1u) * H}; }
   static std::uint32_t set_of(Home home) { return home.first / H; }
   static std::int32_t slot(Home home, int way) {
-    return static_cast<std::int32_t>(static_cast<std::uint32_t>(way) < H ? home.first : home.second - H) + way;
+    const std::uint32_t second = all_if_negative(static_cast<std::int32_t>(H) - 1 - way);
+    return static_cast<std::int32_t>(home.first ^ ((home.first ^ (home.second - H)) & second)) + way;
   }
   // The lowest of the set that has more of them.
   static int emptiest(std::uint32_t empty) {
@@ -108,23 +109,20 @@ class TwoSets {
   }
 
   static std::uint32_t match(const std::int32_t* tags, Home home, std::int32_t id) {
-    return Lanes<H>::match_pair(tags + home.first, tags + home.second, id);
+    return Pair<kSetWays>::match(tags + home.first, tags + home.second, id);
   }
   static std::uint32_t zero(const std::uint8_t* bytes, Home home) {
-    return Lanes<H>::zero(bytes + home.first) | Lanes<H>::zero(bytes + home.second) << H;
+    return Pair<kSetWays>::zero(bytes + home.first, bytes + home.second);
   }
   template <int kBit>
   static std::uint32_t with_bit(const std::uint8_t* ages, Home home) {
-    return Lanes<H>::template with_bit<kBit>(ages + home.first) |
-           Lanes<H>::template with_bit<kBit>(ages + home.second) << H;
+    return Pair<kSetWays>::template with_bit<kBit>(ages + home.first, ages + home.second);
   }
   static void fill(std::uint8_t* ages, Home home, std::uint32_t ways, std::uint8_t age) {
-    Lanes<H>::fill(ages + home.first, ways & kFirst, age);
-    Lanes<H>::fill(ages + home.second, ways >> H, age);
+    Pair<kSetWays>::fill(ages + home.first, ages + home.second, ways, age);
   }
   static void add(std::uint8_t* ages, Home home, std::uint32_t ways, std::uint8_t more) {
-    Lanes<H>::add(ages + home.first, ways & kFirst, more);
-    Lanes<H>::add(ages + home.second, ways >> H, more);
+    Pair<kSetWays>::add(ages + home.first, ages + home.second, ways, more);
   }
 
   static void prefetch(const std::int32_t* tags, const std::uint8_t* ages, Home home) {
@@ -135,23 +133,32 @@ class TwoSets {
   }
 
   void locate(const std::int32_t* ids, Homes& homes) const {
-    for (int j = 0; j < kPlaceBlock; ++j) {
-      const Home home = home_of(ids[j]);
-      homes.first[j] = home.first;
-      homes.second[j] = home.second;
-    }
+    typedef std::uint32_t Block __attribute__((vector_size(4 * kPlaceBlock)));
+    Block id;
+    __builtin_memcpy(&id, ids, sizeof id);
+    const Block set = id & set_mask_;
+    const Block first = set * H;
+    const Block second = (set ^ (((id >> shift_) * kScrambler >> 16 & (block_ - 1)) | 1u)) * H;
+    __builtin_memcpy(homes.first, &first, sizeof first);
+    __builtin_memcpy(homes.second, &second, sizeof second);
+    // Read back one by one from memory: GCC would take them out of the vector, at two instructions each.
+    asm("" : "+m"(homes));
   }
   static std::uint32_t match(const std::int32_t* tags, const Homes& homes, int j, std::int32_t id) {
-    return Lanes<H>::match_pair(tags + homes.first[j], tags + homes.second[j], id);
+    return Pair<kSetWays>::match(tags + homes.first[j], tags + homes.second[j], id);
   }
   static const std::uint32_t* bases(Homes& homes, const std::uint32_t* found) {
     for (int j = 0; j < kPlaceBlock; ++j) {
-      homes.first[j] = found[j] > kFirst ? homes.second[j] - H : homes.first[j];
+      const std::uint32_t second = all_if_negative(static_cast<std::int32_t>(kFirst - found[j]));
+      homes.first[j] ^= (homes.first[j] ^ (homes.second[j] - H)) & second;
     }
     return homes.first;
   }
 
  private:
+  // Arithmetic, where a comparison would end up as a branch: which of its sets an id is in is unpredictable.
+  static std::uint32_t all_if_negative(std::int32_t number) { return static_cast<std::uint32_t>(number >> 31); }
+
   static constexpr std::uint32_t H = kSetWays;
   static constexpr std::uint32_t kFirst = (1u << H) - 1;
 

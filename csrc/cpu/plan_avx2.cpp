@@ -30,17 +30,13 @@ struct Lanes {
     return mask;
   }
 
-  static std::uint32_t match_pair(const std::int32_t* tags, const std::int32_t* others, std::int32_t id) {
-    return match(tags, id) | match(others, id) << W;
-  }
-
   static std::uint32_t zero(const std::uint8_t* bytes) {
     std::uint32_t mask = 0;
     for (int way = 0; way < W; way += 16) {
       const int zeros = _mm_movemask_epi8(_mm_cmpeq_epi8(load(bytes + way), _mm_setzero_si128()));
       mask |= static_cast<std::uint32_t>(zeros) << way;
     }
-    return W == 8 ? mask & 0xff : mask;
+    return mask;
   }
 
   // The shift brings the bit to the top of each byte.
@@ -94,17 +90,48 @@ struct Lanes {
     if constexpr (kHitForgetsAge<P>) return floor;
     return _mm_max_epu8(_mm_subs_epu8(ages, _mm_set1_epi8(static_cast<char>(P::kHitLowers))), floor);
   }
-  // 16 bytes, or the 8 of a small set and 8 zeros.
   static __m128i load(const std::uint8_t* ages) {
-    if constexpr (W == 8) return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(ages));
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(ages));
   }
-  static void store(std::uint8_t* ages, __m128i value) {
-    if constexpr (W == 8) {
-      _mm_storel_epi64(reinterpret_cast<__m128i*>(ages), value);
-    } else {
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(ages), value);
-    }
+  static void store(std::uint8_t* ages, __m128i value) { _mm_storeu_si128(reinterpret_cast<__m128i*>(ages), value); }
+};
+
+// One set's 8 bytes in each half of a register.
+template <>
+struct Pair<8> {
+  static std::uint32_t match(const std::int32_t* first, const std::int32_t* second, std::int32_t id) {
+    const __m256i wanted = _mm256_set1_epi32(id);
+    return match8(first, wanted) | match8(second, wanted) << 8;
+  }
+
+  static std::uint32_t zero(const std::uint8_t* first, const std::uint8_t* second) {
+    return bits(_mm_cmpeq_epi8(load(first, second), _mm_setzero_si128()));
+  }
+
+  template <int kBit>
+  static std::uint32_t with_bit(const std::uint8_t* first, const std::uint8_t* second) {
+    return bits(_mm_slli_epi16(load(first, second), 7 - kBit));
+  }
+
+  static void fill(std::uint8_t* first, std::uint8_t* second, std::uint32_t ways, std::uint8_t value) {
+    const __m128i filler = _mm_set1_epi8(static_cast<char>(value));
+    store(first, second, _mm_blendv_epi8(load(first, second), filler, byte_mask(ways)));
+  }
+
+  static void add(std::uint8_t* first, std::uint8_t* second, std::uint32_t ways, std::uint8_t delta) {
+    const __m128i step = _mm_and_si128(_mm_set1_epi8(static_cast<char>(delta)), byte_mask(ways));
+    store(first, second, _mm_add_epi8(load(first, second), step));
+  }
+
+ private:
+  static std::uint32_t bits(__m128i bytes) { return static_cast<std::uint32_t>(_mm_movemask_epi8(bytes)); }
+  static __m128i load(const std::uint8_t* first, const std::uint8_t* second) {
+    return _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(first)),
+                              _mm_loadl_epi64(reinterpret_cast<const __m128i*>(second)));
+  }
+  static void store(std::uint8_t* first, std::uint8_t* second, __m128i value) {
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(first), value);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(second), _mm_unpackhi_epi64(value, value));
   }
 };
 

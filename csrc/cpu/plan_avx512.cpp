@@ -65,48 +65,8 @@ struct Settling {
   }
 };
 
-template <int W>
-struct Lanes;
-
-template <>
-struct Lanes<8> : Settling {
-  static std::uint32_t match_pair(const std::int32_t* tags, const std::int32_t* others, std::int32_t id) {
-    const __m512i first = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tags)));
-    const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(others));
-    const __m512i both = _mm512_inserti64x4(first, second, 1);
-    return integer(_mm512_cmpeq_epi32_mask(both, _mm512_set1_epi32(id)));
-  }
-
-  static std::uint32_t zero(const std::uint8_t* bytes) {
-    const __m128i values = load(bytes);
-    return integer(_mm_testn_epi8_mask(values, values)) & 0xff;
-  }
-
-  template <int kBit>
-  static std::uint32_t with_bit(const std::uint8_t* ages) {
-    return static_cast<std::uint32_t>(_mm_movemask_epi8(_mm_slli_epi16(load(ages), 7 - kBit)));
-  }
-
-  static void fill(std::uint8_t* ages, std::uint32_t ways, std::uint8_t value) {
-    store(ages, _mm_mask_set1_epi8(load(ages), static_cast<__mmask16>(ways), static_cast<char>(value)));
-  }
-
-  static void add(std::uint8_t* ages, std::uint32_t ways, std::uint8_t delta) {
-    const __m128i step = _mm_maskz_set1_epi8(static_cast<__mmask16>(ways), static_cast<char>(delta));
-    store(ages, _mm_add_epi8(load(ages), step));
-  }
-
- private:
-  static __m128i load(const std::uint8_t* ages) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(ages)); }
-  static void store(std::uint8_t* ages, __m128i value) { _mm_storel_epi64(reinterpret_cast<__m128i*>(ages), value); }
-};
-
 template <>
 struct Lanes<16> : Settling {
-  static std::uint32_t match_pair(const std::int32_t* tags, const std::int32_t* others, std::int32_t id) {
-    return match(tags, id) | match(others, id) << 16;
-  }
-
   static std::uint32_t match(const std::int32_t* tags, std::int32_t id) {
     return integer(_mm512_cmpeq_epi32_mask(_mm512_loadu_si512(tags), _mm512_set1_epi32(id)));
   }
@@ -163,6 +123,46 @@ struct Lanes<32> : Settling {
   static __m256i load(const std::uint8_t* ages) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(ages)); }
   static void store(std::uint8_t* ages, __m256i value) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(ages), value);
+  }
+};
+
+// One set's 8 tags or 8 bytes in each half of a register.
+template <>
+struct Pair<8> {
+  static std::uint32_t match(const std::int32_t* first, const std::int32_t* second, std::int32_t id) {
+    const __m512i lower = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(first)));
+    const __m256i upper = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(second));
+    return integer(_mm512_cmpeq_epi32_mask(_mm512_inserti64x4(lower, upper, 1), _mm512_set1_epi32(id)));
+  }
+
+  static std::uint32_t zero(const std::uint8_t* first, const std::uint8_t* second) {
+    const __m128i values = load(first, second);
+    return integer(_mm_testn_epi8_mask(values, values));
+  }
+
+  template <int kBit>
+  static std::uint32_t with_bit(const std::uint8_t* first, const std::uint8_t* second) {
+    return static_cast<std::uint32_t>(_mm_movemask_epi8(_mm_slli_epi16(load(first, second), 7 - kBit)));
+  }
+
+  static void fill(std::uint8_t* first, std::uint8_t* second, std::uint32_t ways, std::uint8_t value) {
+    const __m128i old = load(first, second);
+    store(first, second, _mm_mask_set1_epi8(old, static_cast<__mmask16>(ways), static_cast<char>(value)));
+  }
+
+  static void add(std::uint8_t* first, std::uint8_t* second, std::uint32_t ways, std::uint8_t delta) {
+    const __m128i step = _mm_maskz_set1_epi8(static_cast<__mmask16>(ways), static_cast<char>(delta));
+    store(first, second, _mm_add_epi8(load(first, second), step));
+  }
+
+ private:
+  static __m128i load(const std::uint8_t* first, const std::uint8_t* second) {
+    return _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(first)),
+                              _mm_loadl_epi64(reinterpret_cast<const __m128i*>(second)));
+  }
+  static void store(std::uint8_t* first, std::uint8_t* second, __m128i value) {
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(first), value);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(second), _mm_unpackhi_epi64(value, value));
   }
 };
 

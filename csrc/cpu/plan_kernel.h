@@ -1,12 +1,11 @@
 // The plan of one request, written once and compiled once per instruction set. The including file defines, in an
-// anonymous namespace before this header, `template <int W> struct Lanes` (W: 8, 16 and 32) with the vector primitives:
+// anonymous namespace before this header, `Lanes<16>` and `Lanes<32>` with the vector primitives, and `Pair<8>` or `Lanes<8>`:
 //   match(tags, id)            mask of the ways whose tag is `id`
-//   match_pair(tags, others, id)   the same for twice W ways, the upper half of them at `others` (W: 8 and 16)
 //   zero(bytes)                mask of the ways whose byte is 0
 //   with_bit<kBit>(ages)       mask of the ways whose age has that bit
 //   fill(ages, ways, value)    ages of `ways` become `value`
 //   add(ages, ways, delta)     ages of `ways` grow by `delta`
-//   settle_partition<P>(ages, needed, slots)   W = 16: gives the needed slots of a partition their age after a hit, by policy
+//   settle_partition<P>(ages, needed, slots)   gives the needed slots of a partition their age after a hit, by policy
 //                              P; returns their number; `needed` holds 0 and 1 only
 //   settle_block(...)          settle_position for 16 positions, see lanes.h
 //
@@ -136,11 +135,13 @@ class Marker {
 
   void look_up(std::int32_t first, Block& block) const {
     block.first = first;
-    places_.locate(ids_ + first, block.homes);
+    const std::int32_t* ids = ids_ + first;
+    places_.locate(ids, block.homes);
+    asm("" : "+r"(ids));
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC unroll 16
 #endif
-    for (int j = 0; j < kBlock; ++j) block.found[j] = Places::match(tags_, block.homes, j, ids_[first + j]);
+    for (int j = 0; j < kBlock; ++j) block.found[j] = Places::match(tags_, block.homes, j, ids[j]);
   }
 
   void settle(Block& block, Marked& marked) const {

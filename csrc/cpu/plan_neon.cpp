@@ -42,40 +42,35 @@ template <int W>
 struct Lanes {
   static std::uint32_t match(const std::int32_t* tags, std::int32_t id) {
     const int32x4_t wanted = vdupq_n_s32(id);
-    if constexpr (W == 8) return match8(tags, wanted);
     std::uint32_t mask = 0;
     for (int way = 0; way < W; way += 16) mask |= match16(tags + way, wanted) << way;
     return mask;
   }
 
-  static std::uint32_t match_pair(const std::int32_t* tags, const std::int32_t* others, std::int32_t id) {
-    return match(tags, id) | match(others, id) << W;
-  }
-
   static std::uint32_t zero(const std::uint8_t* bytes) {
     std::uint32_t mask = 0;
-    for (int way = 0; way < W; way += 16) mask |= mask_of(vceqzq_u8(load(bytes + way))) << way;
-    return W == 8 ? mask & 0xff : mask;
+    for (int way = 0; way < W; way += 16) mask |= mask_of(vceqzq_u8(vld1q_u8(bytes + way))) << way;
+    return mask;
   }
 
   template <int kBit>
   static std::uint32_t with_bit(const std::uint8_t* ages) {
     const uint8x16_t bit = vdupq_n_u8(1 << kBit);
     std::uint32_t mask = 0;
-    for (int way = 0; way < W; way += 16) mask |= mask_of(vtstq_u8(load(ages + way), bit)) << way;
+    for (int way = 0; way < W; way += 16) mask |= mask_of(vtstq_u8(vld1q_u8(ages + way), bit)) << way;
     return mask;
   }
 
   static void fill(std::uint8_t* ages, std::uint32_t ways, std::uint8_t value) {
     for (int way = 0; way < W; way += 16) {
-      store(ages + way, vbslq_u8(byte_mask(ways >> way), vdupq_n_u8(value), load(ages + way)));
+      vst1q_u8(ages + way, vbslq_u8(byte_mask(ways >> way), vdupq_n_u8(value), vld1q_u8(ages + way)));
     }
   }
 
   static void add(std::uint8_t* ages, std::uint32_t ways, std::uint8_t delta) {
     for (int way = 0; way < W; way += 16) {
       const uint8x16_t step = vandq_u8(byte_mask(ways >> way), vdupq_n_u8(delta));
-      store(ages + way, vaddq_u8(load(ages + way), step));
+      vst1q_u8(ages + way, vaddq_u8(vld1q_u8(ages + way), step));
     }
   }
 
@@ -105,18 +100,40 @@ struct Lanes {
     if constexpr (kHitForgetsAge<P>) return floor;
     return vmaxq_u8(vqsubq_u8(ages, vdupq_n_u8(P::kHitLowers)), floor);
   }
+};
 
-  // 16 bytes, or the 8 of a small set and 8 zeros.
-  static uint8x16_t load(const std::uint8_t* bytes) {
-    if constexpr (W == 8) return vcombine_u8(vld1_u8(bytes), vdup_n_u8(0));
-    return vld1q_u8(bytes);
+// One set's 8 bytes in each half of a register.
+template <>
+struct Pair<8> {
+  static std::uint32_t match(const std::int32_t* first, const std::int32_t* second, std::int32_t id) {
+    const int32x4_t wanted = vdupq_n_s32(id);
+    return match8(first, wanted) | match8(second, wanted) << 8;
   }
-  static void store(std::uint8_t* bytes, uint8x16_t value) {
-    if constexpr (W == 8) {
-      vst1_u8(bytes, vget_low_u8(value));
-    } else {
-      vst1q_u8(bytes, value);
-    }
+
+  static std::uint32_t zero(const std::uint8_t* first, const std::uint8_t* second) {
+    return mask_of(vceqzq_u8(load(first, second)));
+  }
+
+  template <int kBit>
+  static std::uint32_t with_bit(const std::uint8_t* first, const std::uint8_t* second) {
+    return mask_of(vtstq_u8(load(first, second), vdupq_n_u8(1 << kBit)));
+  }
+
+  static void fill(std::uint8_t* first, std::uint8_t* second, std::uint32_t ways, std::uint8_t value) {
+    store(first, second, vbslq_u8(byte_mask(ways), vdupq_n_u8(value), load(first, second)));
+  }
+
+  static void add(std::uint8_t* first, std::uint8_t* second, std::uint32_t ways, std::uint8_t delta) {
+    store(first, second, vaddq_u8(load(first, second), vandq_u8(byte_mask(ways), vdupq_n_u8(delta))));
+  }
+
+ private:
+  static uint8x16_t load(const std::uint8_t* first, const std::uint8_t* second) {
+    return vcombine_u8(vld1_u8(first), vld1_u8(second));
+  }
+  static void store(std::uint8_t* first, std::uint8_t* second, uint8x16_t value) {
+    vst1_u8(first, vget_low_u8(value));
+    vst1_u8(second, vget_high_u8(value));
   }
 };
 

@@ -14,10 +14,6 @@ struct Lanes {
     return mask;
   }
 
-  static std::uint32_t match_pair(const std::int32_t* tags, const std::int32_t* others, std::int32_t id) {
-    return match(tags, id) | match(others, id) << W;
-  }
-
   static std::uint32_t zero(const std::uint8_t* bytes) {
     std::uint32_t mask = 0;
     for (int way = 0; way < W; ++way) mask |= static_cast<std::uint32_t>(bytes[way] == 0) << way;

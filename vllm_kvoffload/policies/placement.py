@@ -39,7 +39,7 @@ class Placement:
 
 
 def other_set(token: int, sets: int) -> int:
-    """The second set of an id. Its number is even where that of the first is odd, so the two always differ."""
+    """The second set of an id. Of the two sets one has an even number and one an odd, so they differ."""
     scrambled = (token // sets) * 2654435769 % (1 << 32) >> 16
     return (token & (sets - 1)) ^ (scrambled & (min(BLOCK_SETS, sets) - 1) | 1)
 

@@ -23,7 +23,7 @@ UNSIZED = ("previous",)  # policies that have no pool
 
 @dataclass(frozen=True)
 class PlanPolicy:
-    """A policy of the product's plan. policy: one of POLICIES; ways: 16 or 32; placement: one of PLACEMENTS."""
+    """A policy of the product's plan. policy, placement: of POLICIES, PLACEMENTS; ways: 16 or 32."""
 
     policy: str
     ways: int = 16
