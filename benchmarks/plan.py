@@ -4,6 +4,7 @@
 - ``plan/pP/default``: the same for the default policy.
 - ``plan/hits/pP/POLICY``: distinct ids hit, in per cent; baseline: the exact LRU's.
 - ``plan/compact/pP``: the default policy, for compact delivery; baseline: in place.
+- ``plan/two_sets/pP``: rrip3 where an id has two sets of 8 ways; baseline: the default's cost.
 - ``plan/policy_cost/POLICY`` and ``default``: at P = 8192; baseline: fifo's cost.
 - ``plan/flat_in_p/pP/rowsR``: the default policy on streams whose misses don't depend on P; baseline: P of
   4096. 64 partitions are planned from memory, 8 from a core's cache.

@@ -89,9 +89,9 @@ def test_the_emptier_set_is_filled_first(plan: str) -> None:
     assert row.residency.num_sets == SETS
     assert row.plan([TOKEN]) == [FIRST * 8], "the first set if both are as empty"
     row = OneRow(plan, "two_sets")
-    row.residency.tags[0, FIRST, 0] = FIRST  # its own id, resident
+    row.residency.tags[0, FIRST, 0] = TOKEN + SETS
     assert row.plan([TOKEN]) == [SECOND * 8]
-    row.residency.tags[0, SECOND, 1:4] = SECOND
+    row.residency.tags[0, SECOND, 1:4] = TOKEN + SETS
     same = range(TOKEN + SETS, SEQ_LEN, SETS)
     later = next(token for token in same if TWO_SETS.sets_of(token, SETS) == (FIRST, SECOND))
     assert row.plan([later]) == [FIRST * 8 + 1], "the lowest empty way"
