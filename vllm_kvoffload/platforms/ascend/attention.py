@@ -256,8 +256,8 @@ def pool_view(pool_slots: PoolSlots, block_size: int, longest: int | None = None
 
     A token without a row has no positions. `longest`: an upper limit of the tokens that any query token may
     attend to, None if unknown. The operator works through min(K, key length) positions of every query
-    token and fills missing rows with zeros. Slots may lie anywhere, so the key length is the pool's; therefore
-    indices behind `longest`, which are -1, are left out.
+    token and fills missing rows with zeros. The key length is the pool's, as slots may lie anywhere in it, so
+    the indices behind `longest`, which are -1, are left out.
     """
     count, slots = len(pool_slots.slots), pool_slots.partition_slots
     rows = pool_slots.partitions.clamp(min=0).unsqueeze(1)
