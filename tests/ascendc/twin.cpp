@@ -223,8 +223,8 @@ std::string describe(const PlanTiling& data) {
   std::ostringstream out;
   out << "parts " << data.parts << "\npart_sets " << data.part_sets << "\npadded_width " << data.padded_width
       << "\nvalues_offset " << data.values_offset << "\nrecords_offset " << data.records_offset << "\ntotals_offset "
-      << data.totals_offset << "\nstates_offset " << data.states_offset << "\nworkspace_bytes "
-      << workspace_bytes(data) << '\n';
+      << data.totals_offset << "\nstates_offset " << data.states_offset << "\nempties_offset " << data.empties_offset
+      << "\nworkspace_bytes " << workspace_bytes(data) << '\n';
   return out.str();
 }
 
