@@ -32,6 +32,9 @@ class PlanRows {
         plan(n);
       } else {
         for (int32_t t = requests_.first_token(n); t < requests_.end_token(n); ++t) leave_out(t);
+        KVOFFLOAD_ORDER(MTE3_S);  // the request before on its way out
+        for (int32_t i = 0; i < kRecordInts; ++i) totals_.SetValue(i, i < kTotalCount ? 0 : -1);
+        store_totals(n);
       }
     }
     for (int32_t t = requests_.first_token(tiling_.requests); t < tiling_.tokens; ++t) {  // of no request
@@ -124,6 +127,10 @@ class PlanRows {
         write_misses(t, kHowDisplacedMiss);
       }
     }
+    store_totals(n);
+  }
+
+  __aicore__ inline void store_totals(int32_t n) {
     KVOFFLOAD_ORDER(S_MTE3);
     store(request_totals_, static_cast<uint64_t>(n) * kRecordInts, totals_, kRecordInts);
   }
@@ -181,7 +188,9 @@ class PlanRows {
     totals_.SetValue(kTotalDisplaced, 0);
     totals_.SetValue(kTotalDuplicates, sum(kRecordDuplicates) + sum(kRecordHitPositions) - sum(kRecordHits));
     totals_.SetValue(kTotalInvalid, query_ * tiling_.width - sum(kRecordHitPositions) - placed - overflow_);
-    for (int32_t i = kTotalCount; i < kRecordInts; ++i) totals_.SetValue(i, -1);
+    totals_.SetValue(kTotalLength, requests_.seq_len(request_));
+    totals_.SetValue(kTotalRow, requests_.row(request_));
+    for (int32_t i = kRecordNewSlots; i < kRecordInts; ++i) totals_.SetValue(i, -1);
     for (int32_t t = 0; t < query_; ++t) {
       totals_.SetValue(kRecordNewSlots + t, sum(kRecordNewSlots + t) - 1);
     }
