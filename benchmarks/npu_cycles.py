@@ -84,7 +84,9 @@ def plan(kernels: Kernels, case: Case) -> Ran:
 def fill(plans: PlanOnTwin, shape: Shape, row: int, case: Case, rng: np.random.Generator) -> np.ndarray:
     """Fills a row's pool with ids of its context; returns the ids that the step selects, [queries, K]."""
     sets, ways = shape.sets, shape.ways
-    order = np.argsort(rng.random((sets, CONTEXT // sets)), axis=1)[:, :ways] * sets + np.arange(sets)[:, None]
+    order = (
+        np.argsort(rng.random((sets, CONTEXT // sets)), axis=1)[:, :ways] * sets + np.arange(sets)[:, None]
+    )
     order[rng.random(order.shape) >= case.filled] = -1
     plans.residency.tags[row].view(sets, ways).copy_(torch.from_numpy(order.astype(np.int32)))
     plans.residency.high[row] = CONTEXT

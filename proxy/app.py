@@ -16,6 +16,7 @@ from vllm_kvoffload.proxy import fanout
 from vllm_kvoffload.proxy.admin import Admin
 from vllm_kvoffload.proxy.asgi import (
     FREE_BYTES,
+    SLOWEST,
     SSE,
     ClientGone,
     Guard,
@@ -26,6 +27,7 @@ from vllm_kvoffload.proxy.asgi import (
     Send,
     check_content_type,
     check_length,
+    flushed,
     header,
     is_gone,
     read_body,
@@ -228,9 +230,19 @@ class ProxyApp:
                 message = f"{instance.address} answered with status {status}"
                 failure = HttpFailure.of(502, message, kind="UpstreamError")
                 continue
-            await respond(send, status, answer, kind)
+            await self._pass_on(send, status, answer, kind)
             return
         raise failure
+
+    async def _pass_on(self, send: Send, status: int, answer: bytes, kind: bytes) -> None:
+        """Sends a forwarded request's answer, which counts as held until the client has read it."""
+        hold = Hold(self.core.answers, FREE_BYTES)
+        try:
+            hold.need(len(answer))
+            await respond(send, status, answer, kind)
+            await flushed(send, self.settings.deadlines.client_stall + len(answer) / SLOWEST)
+        finally:
+            hold.release()
 
     async def _read_forwarded(self, scope: Scope, receive: Receive) -> bytes:
         check_content_type(scope)

@@ -44,7 +44,9 @@ class Ran:
 
     reports: list[str]
     sites: dict[str, set[str]] = field(default_factory=dict)
-    phases: list[int] = field(default_factory=list)  # cycles between two SyncAll calls, by the twin's cost model
+    phases: list[int] = field(
+        default_factory=list
+    )  # cycles between two SyncAll calls, by the twin's cost model
     work: dict[str, int] = field(default_factory=dict)  # of all cores
 
 

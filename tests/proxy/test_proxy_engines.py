@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 from typing import Any
 
 import pytest
 
-from tests.proxy.proxy_world import FAST, Exchange, FakeEngine, World, decode, events, text_of, words, world
-from vllm_kvoffload.proxy import core, fanout, sse
+from tests.proxy.proxy_world import FAST, Exchange, World, decode, events, text_of, words, world
+from vllm_kvoffload.proxy import fanout, sse
 from vllm_kvoffload.proxy.asgi import Guard
-from vllm_kvoffload.proxy.balance import FAILURES_TO_EJECT
 from vllm_kvoffload.proxy.budget import ByteBudget, Window
 from vllm_kvoffload.proxy.calls import SubRequest, sub_request_of
 from vllm_kvoffload.proxy.errors import UpstreamError
@@ -25,7 +23,6 @@ PROBED = {
     "probe_interval": 0.2,
     "deadlines": Deadlines(**{**vars(FAST), "probe": 0.6, "first_output": 20, "answer": 20, "prefill": 20}),
 }
-MB = 1 << 20
 CHAT = {"path": "/v1/chat/completions", "messages": [{"role": "user", "content": "a b c"}]}
 
 
@@ -453,72 +450,6 @@ def test_what_an_engine_sends_is_bounded(
             w.d.usual = behaviour
             answer = await asyncio.wait_for(w.complete(stream=stream, n=n), 15)
             assert answer.status_code == 502 or (stream and answer.status_code == 200)
-
-    run(scenario())
-
-
-async def huge(exchange: Exchange) -> None:
-    await exchange.respond(200, {"tokens": [1] * MB})
-
-
-def test_an_answer_too_large_is_the_requests_fault_not_its_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a few requests for long answers would take every engine out of service."""
-    monkeypatch.setattr(core, "CONTROL_LIMIT", MB)
-
-    async def scenario() -> None:
-        async with world(decoders=2) as w:
-            object.__setattr__(w.settings, "max_answer_bytes", MB)
-            for engine in w.decoders:
-                engine.tokens = engine.usual = huge
-            for _ in range(2 * FAILURES_TO_EJECT):
-                assert (await w.client.post("/tokenize", json={"prompt": "a"})).status_code == 502
-                assert (await w.complete()).status_code == 502
-            assert all((await w.client.get("/health")).json()["decode_instances"].values())
-            for engine in w.decoders:
-                engine.tokens, engine.usual = None, decode
-            assert (await w.complete()).status_code == 200
-            await w.settle()
-
-    run(scenario())
-
-
-async def never(_: Exchange) -> None:
-    await asyncio.Event().wait()
-
-
-async def drops(exchange: Exchange) -> None:
-    exchange.abort()
-
-
-@pytest.mark.parametrize("behaviour", [never, drops])
-def test_a_forwarded_request_that_no_engine_answers_ejects_none(behaviour: Any) -> None:
-    """Text that takes long to tokenize is asked of two engines at most, and takes none out of service."""
-
-    async def scenario() -> None:
-        deadlines = dataclasses.replace(FAST, control=0.2)
-        async with world(decoders=3, deadlines=deadlines) as w:
-            asked: list[FakeEngine] = []
-
-            async def tokens(exchange: Exchange) -> None:
-                asked.append(exchange.engine)
-                await behaviour(exchange)
-
-            for engine in w.decoders:
-                engine.tokens = tokens
-            for _ in range(2 * FAILURES_TO_EJECT):
-                asked.clear()
-                assert (await w.client.post("/tokenize", json={"prompt": "a"})).status_code == 502
-                assert len(set(map(id, asked))) == 2
-            health = (await w.client.get("/health")).json()
-            assert all(health["decode_instances"].values())
-            # One engine alone: another answers the same request.
-            for engine in w.decoders[1:]:
-                engine.tokens = None
-            for _ in range(FAILURES_TO_EJECT):
-                assert (await w.client.post("/tokenize", json={"prompt": "a"})).status_code == 200
-            health = (await w.client.get("/health")).json()
-            assert list(health["decode_instances"].values()) == [False, True, True]
-            await w.settle()
 
     run(scenario())
 
