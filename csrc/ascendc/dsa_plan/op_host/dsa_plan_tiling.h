@@ -32,7 +32,7 @@ inline int64_t plan_sets_bytes(const PlanShape& shape, int64_t padded, int64_t p
   const int64_t list = padded > kScanSlots ? padded : kScanSlots;
   const int64_t requests = 2 * ub_ints(shape.requests) + ub_ints(shape.requests + 1);
   const int64_t state = slots * 4 + slots + slots / 8 + align_up(part_sets, kUbBlockBytes) + kUbBlockBytes;
-  const int64_t positions = 2 * ub_ints(shape.max_query * padded) + 2 * ub_ints(list);
+  const int64_t positions = 2 * ub_ints(shape.max_query * padded) + 3 * ub_ints(list) + ub_ints(list / 2);
   const int64_t masks = align_up(shape.max_query * padded / 8, kUbBlockBytes) + align_up(padded / 8, kUbBlockBytes);
   const int64_t look_up = 3 * kLookUpIds * kUbBlockBytes + 7 * kLookUpIds * 4 + kLookUpIds + 3 * kUbBlockBytes;
   const int64_t scan = kScanSlots / 8 + 3 * kScanSlots + 2 * kLineBytes;

@@ -60,14 +60,18 @@ class PlanSets {
     pipe.InitBuffer(ids_buffer_, positions * 4);
     pipe.InitBuffer(values_buffer_, positions * 4);
     pipe.InitBuffer(list_buffer_, tiling_.list_entries * 4);
+    pipe.InitBuffer(list_ids_buffer_, tiling_.list_entries * 4);
     pipe.InitBuffer(numbers_buffer_, tiling_.list_entries * 4);
+    pipe.InitBuffer(short_slots_buffer_, tiling_.list_entries * 2);
     pipe.InitBuffer(pending_buffer_, positions / 8);
     pipe.InitBuffer(hit_buffer_, tiling_.padded_width / 8);
     pipe.InitBuffer(dropped_buffer_, kScanSlots / 8);
     ids_ = ids_buffer_.Get<int32_t>();
     values_ = values_buffer_.Get<int32_t>();
     list_ = list_buffer_.Get<int32_t>();
+    list_ids_ = list_ids_buffer_.Get<int32_t>();
     numbers_ = numbers_buffer_.Get<int32_t>();
+    short_slots_ = short_slots_buffer_.Get<int16_t>();
     pending_ = pending_buffer_.Get<uint8_t>();
     hit_ = hit_buffer_.Get<uint8_t>();
     AscendC::CreateVecIndex(numbers_, 0, tiling_.list_entries);
@@ -177,16 +181,22 @@ class PlanSets {
       AscendC::PipeBarrier<PIPE_V>();
     }
     const uint64_t hits = pack(list_, values_[at], hit_, tiling_.padded_width);
-    KVOFFLOAD_ORDER(V_S);
-    const int32_t before = plan_value(kHowHit, part_ * part_slots_);  // value of the part's first slot
-    const AscendC::LocalTensor<uint64_t> pairs = list_.ReinterpretCast<uint64_t>();  // half the reads
-    for (uint64_t i = 0; i < hits / 2; ++i) {
-      const uint64_t pair = pairs.GetValue(i);
-      mark_hit(static_cast<int32_t>(pair) - before);
-      mark_hit(static_cast<int32_t>(pair >> 32) - before);
-    }
-    if (hits % 2 != 0) mark_hit(list_.GetValue(hits - 1) - before);
     hit_positions_ += static_cast<int32_t>(hits);
+    if (hits == 0) return;
+    // The slots in 16 bits: the scalar unit then reads four at a time.
+    const int32_t before = plan_value(kHowHit, part_ * part_slots_);  // value of the part's first slot
+    const int32_t count = static_cast<int32_t>(hits);
+    AscendC::PipeBarrier<PIPE_V>();
+    AscendC::Adds(list_, list_, -before, count);
+    AscendC::PipeBarrier<PIPE_V>();
+    AscendC::Cast(short_slots_, list_, AscendC::RoundMode::CAST_NONE, count);
+    KVOFFLOAD_ORDER(V_S);
+    const AscendC::LocalTensor<uint64_t> fours = short_slots_.ReinterpretCast<uint64_t>();
+    for (int32_t i = 0; i < count / 4; ++i) {
+      const uint64_t four = fours.GetValue(i);
+      for (int32_t shift = 0; shift < 64; shift += 16) mark_hit(static_cast<int32_t>(four >> shift & 0xffff));
+    }
+    for (int32_t i = count / 4 * 4; i < count; ++i) mark_hit(short_slots_.GetValue(i));
     KVOFFLOAD_ORDER(S_V);
   }
 
@@ -235,11 +245,18 @@ class PlanSets {
   __aicore__ inline void place_pending(int32_t t) {
     const int32_t at = t * tiling_.padded_width;
     const uint64_t pending = pack(list_, numbers_, pending_[at / 8], tiling_.padded_width);
+    if (pending == 0) return;
+    pack(list_ids_, ids_[at], pending_[at / 8], tiling_.padded_width);
     KVOFFLOAD_ORDER(V_S);
-    for (uint64_t i = 0; i < pending; ++i) {
-      const int32_t position = at + list_.GetValue(i);
-      values_.SetValue(position, place(ids_.GetValue(position)));
+    const AscendC::LocalTensor<uint64_t> positions = list_.ReinterpretCast<uint64_t>();  // half the reads
+    const AscendC::LocalTensor<uint64_t> ids = list_ids_.ReinterpretCast<uint64_t>();
+    for (uint64_t i = 0; i < pending / 2; ++i) {
+      const uint64_t two_positions = positions.GetValue(i);
+      const uint64_t two_ids = ids.GetValue(i);
+      values_.SetValue(at + static_cast<int32_t>(two_positions), place(static_cast<int32_t>(two_ids)));
+      values_.SetValue(at + static_cast<int32_t>(two_positions >> 32), place(static_cast<int32_t>(two_ids >> 32)));
     }
+    if (pending % 2 != 0) values_.SetValue(at + list_.GetValue(pending - 1), place(list_ids_.GetValue(pending - 1)));
     KVOFFLOAD_ORDER(S_V);
   }
 
@@ -351,6 +368,8 @@ class PlanSets {
   AscendC::TBuf<AscendC::TPosition::VECCALC> values_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> list_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> numbers_buffer_;
+  AscendC::TBuf<AscendC::TPosition::VECCALC> list_ids_buffer_;
+  AscendC::TBuf<AscendC::TPosition::VECCALC> short_slots_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> pending_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> hit_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> dropped_buffer_;
@@ -366,7 +385,9 @@ class PlanSets {
   AscendC::LocalTensor<int32_t> ids_;
   AscendC::LocalTensor<int32_t> values_;
   AscendC::LocalTensor<int32_t> list_;
-  AscendC::LocalTensor<int32_t> numbers_;  // 0, 1, 2, ...
+  AscendC::LocalTensor<int32_t> list_ids_;  // ids of the list's positions
+  AscendC::LocalTensor<int32_t> numbers_;   // 0, 1, 2, ...
+  AscendC::LocalTensor<int16_t> short_slots_;
   AscendC::LocalTensor<uint8_t> pending_;
   AscendC::LocalTensor<uint8_t> hit_;
   int32_t part_slots_ = 0;
