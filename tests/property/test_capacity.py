@@ -301,11 +301,15 @@ def test_ragged_sets():
 # ---------------------------------------------------------------------------------- against what is allocated
 
 
-@pytest.mark.parametrize(("ways", "drafts"), [(16, 0), (32, 3)])
-def test_metadata_terms_are_what_the_ops_allocate(ways, drafts):
+@pytest.mark.parametrize(
+    ("ways", "drafts", "placement"), [(16, 0, "one_set"), (32, 3, "one_set"), (16, 0, "two_sets")]
+)
+def test_metadata_terms_are_what_the_ops_allocate(ways, drafts, placement):
     pytest.importorskip("torch")
     ops = pytest.importorskip("vllm_kvoffload.ops")
     model = geometry(drafts=drafts, mtp=1 if drafts else 0)
     case = inputs(geometry=model, max_num_seqs=3, topk_buffer_size=8192, ways=ways)
-    assert case.residency_bytes == len(model.groups) * ops.Residency.allocate(3, 8192, ways).nbytes
+    case = replace(case, placement=placement)
+    residency = ops.Residency.allocate(3, 8192, ways, placement=placement)
+    assert case.residency_bytes == len(model.groups) * residency.nbytes
     assert case.plan_bytes == ops.PlanOut(3 * (1 + drafts), 3, 2048, 1 + drafts).nbytes

@@ -63,6 +63,19 @@ def test_defaults():
     assert config.num_sets == 256
 
 
+def test_the_number_of_sets_follows_the_placement():
+    config = SparseOffloadConfig(topk_buffer_size=8192)
+    assert config.num_sets == 512
+    assert replace(config, placement="two_sets").num_sets == 1024
+    assert replace(config, placement="two_sets", ways=32).num_sets == 512
+
+
+def test_only_one_set_plans_as_published():
+    config = SparseOffloadConfig(delivery="compact", policy="fifo")
+    assert config.plans_as_published
+    assert not replace(config, placement="two_sets").plans_as_published
+
+
 @pytest.mark.parametrize("absent", [None, {}, {"torchair_graph_config": {"enabled": True}, "refresh": True}])
 def test_absent_means_disabled(absent):
     assert parse_sparse_offload(absent) == SparseOffloadConfig()
@@ -75,6 +88,7 @@ def test_every_key_is_read():
         "dram_size_per_dp_GB": 7,
         "keep_device_kv_cache": True,
         "ways": 32,
+        "placement": "two_sets",
         "policy": "clock",
         "delivery": "in_place",
         "prefill_buffers": 8,
@@ -102,6 +116,8 @@ def test_every_key_is_read():
         ("ways", 8, "must be 16 or 32", "set it to 16"),
         ("ways", 64, "must be 16 or 32", "set it to 32"),
         ("ways", "16", "must be an integer", "without quotes"),
+        ("placement", "one", "must be one of one_set, two_sets", 'set it to "one_set"'),
+        ("placement", 2, "must be one of one_set, two_sets", "set it to"),
         ("policy", "mru", f"must be one of {', '.join(POLICIES)}", 'set it to "rrip"'),
         ("policy", "RRIP", "must be one of fifo, clock, ", 'set it to "rrip"'),
         ("policy", "clok", "must be one of fifo, clock, ", 'set it to "clock"'),

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from vllm_kvoffload.policies import DEFAULT_POLICY, POLICIES
+from vllm_kvoffload.policies import (
+    DEFAULT_PLACEMENT,
+    DEFAULT_POLICY,
+    PLACEMENT_TABLE,
+    PLACEMENTS,
+    POLICIES,
+)
 from vllm_kvoffload.settings.connectors import REMOTE_D2H
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.values import (
@@ -45,8 +51,9 @@ class SparseOffloadConfig:
     given_buffer_size: as given, where that is another size; else 0.
     dram_size_per_dp_GB: host memory for the main KV of one DP rank, in GiB; its TP ranks share it.
     keep_device_kv_cache: debugging only: keep the whole main KV on the device as well.
-    ways: W, slots of one set of the hot pool.
-    policy: replacement policy of a set's slots.
+    ways: W, slots of the hot pool that a token id can be in.
+    placement: "one_set": these are one set of W; "two_sets": they are two sets of W / 2.
+    policy: replacement policy of these slots.
     delivery: location of the top-k rows for attention: "in_place" in the hot pool itself, "compact" (slower,
         for comparison with published behaviour) in a copy from which the pool is refilled afterwards.
     prefill_buffers: layer buffers that prefill streams through; a decode engine uses them to recompute.
@@ -59,6 +66,7 @@ class SparseOffloadConfig:
     dram_size_per_dp_GB: int = 128
     keep_device_kv_cache: bool = False
     ways: int = 16
+    placement: str = DEFAULT_PLACEMENT
     policy: str = DEFAULT_POLICY
     delivery: str = "in_place"
     prefill_buffers: int = 2
@@ -81,13 +89,14 @@ class SparseOffloadConfig:
 
     @property
     def plans_as_published(self) -> bool:
-        """Whether compact delivery uses the published plan: set-associative FIFO with 16 ways."""
-        return self.delivery == "compact" and self.policy == "fifo" and self.ways == 16
+        """Whether compact delivery uses the published plan: set-associative FIFO with 16 ways in one set."""
+        published = self.policy == "fifo" and self.ways == 16 and self.placement == "one_set"
+        return self.delivery == "compact" and published
 
     @property
     def num_sets(self) -> int:
         """S, sets of a partition: a power of two once `validate_sparse_offload` has accepted the options."""
-        return self.topk_buffer_size // self.ways
+        return self.topk_buffer_size // PLACEMENT_TABLE[self.placement].set_ways(self.ways)
 
 
 @dataclass(frozen=True)
@@ -183,7 +192,7 @@ def _refuse_misspelt_section(additional_config: Mapping[str, object]) -> None:
 
 
 def _ways(key: str, value: object) -> int:
-    # Two widths only: 16 tags are one cache line, 32 tags two.
+    # Two widths only: 16 tags are one cache line (two halves with two sets), 32 tags two.
     number = check_int(key, value, 1)
     if number not in WAYS:
         raise ConfigError(
@@ -218,6 +227,7 @@ _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "dram_size_per_dp_GB": partial(check_int, low=1),
     "keep_device_kv_cache": check_bool,
     "ways": _ways,
+    "placement": partial(check_one_of, choices=PLACEMENTS, default=DEFAULT_PLACEMENT),
     "policy": partial(check_one_of, choices=POLICIES, default=DEFAULT_POLICY),
     "delivery": partial(check_one_of, choices=DELIVERIES, default="in_place"),
     "prefill_buffers": partial(check_int, low=2, high=8),
