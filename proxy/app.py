@@ -16,6 +16,7 @@ from vllm_kvoffload.proxy import fanout
 from vllm_kvoffload.proxy.admin import Admin
 from vllm_kvoffload.proxy.asgi import (
     FREE_BYTES,
+    SLOWEST,
     SSE,
     ClientGone,
     Guard,
@@ -24,7 +25,9 @@ from vllm_kvoffload.proxy.asgi import (
     Receive,
     Scope,
     Send,
+    check_content_type,
     check_length,
+    flushed,
     header,
     is_gone,
     read_body,
@@ -33,7 +36,7 @@ from vllm_kvoffload.proxy.asgi import (
     respond_json,
     transport_of,
 )
-from vllm_kvoffload.proxy.balance import fits
+from vllm_kvoffload.proxy.balance import Instance, fits
 from vllm_kvoffload.proxy.calls import Call, parse_call
 from vllm_kvoffload.proxy.core import Core, Trace, logger
 from vllm_kvoffload.proxy.dispatch import Route
@@ -47,9 +50,25 @@ from vllm_kvoffload.proxy.settings import METASERVER, ProxySettings
 
 access = get_logger("vllm_kvoffload.proxy.access")
 CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-PASSED_ON = frozenset({b"authorization", b"traceparent", b"tracestate"})
+PASSED_ON = frozenset({b"authorization", b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
+STREAM_FIELDS = [
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]  # relays must not hold tokens
+FORWARDED = (  # answered by one decode engine alone: no KV is made
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/v1/completions/render"),
+    ("POST", "/v1/chat/completions/render"),
+    ("GET", "/v1/models"),
+    ("GET", "/tokenizer_info"),
+    ("GET", "/version"),
+)
 KINDS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 MESSAGE_LIMIT = 64 << 10  # bytes of a rendezvous post
+FORWARD_LIMIT = 4 << 20  # bytes of a text to tokenize
+FORWARD_TRIES = 2  # engines that may see a request without KV: it may be what keeps them from answering
 DIGEST_SHOWN = 12  # digits of a layout's digest in /health
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -69,7 +88,7 @@ class ProxyApp:
             ("GET", "/health"): self._health,
             ("GET", "/healthcheck"): self._health,  # as in vLLM-Ascend's example
             ("GET", "/metrics"): self._metrics,
-            ("GET", "/v1/models"): self._models,
+            **dict.fromkeys(FORWARDED, self._forward),
             **{("POST", path): self._generate for path in KINDS},
         }
         self._paths = {path for _, path in self._routes}
@@ -103,7 +122,7 @@ class ProxyApp:
     async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         handler = self._routes.get((scope["method"], path))
-        if path.startswith("/v1") and not path.startswith(METASERVER):
+        if handler == self._forward or (path.startswith("/v1") and not path.startswith(METASERVER)):
             self._keys.check(scope)
         if handler is not None:
             await handler(scope, receive, send)
@@ -183,25 +202,56 @@ class ProxyApp:
     async def _metrics(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         await respond(send, 200, self.core.metrics.page(), CONTENT_TYPE)
 
-    async def _models(self, scope: Scope, _receive: Receive, send: Send) -> None:
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request without KV on to a decode engine, and its answer back."""
+        body = await self._read_forwarded(scope, receive) if scope["method"] == "POST" else b""
+        query = scope["query_string"].decode("ascii", "replace")
+        path = f"{scope['path']}?{query}" if query else scope["path"]
         now = time.monotonic()
         failure: HttpFailure = NoInstanceError("decode")
+        suspects: list[Instance] = []  # saw the request and did not answer
         for instance in self.core.decoders.available(now):
             try:
-                status, body, kind = await self.core.control(
-                    instance.address, "GET", "/v1/models", headers=_passed_on(scope)
+                status, answer, kind = await self.core.control(
+                    instance.address, scope["method"], path, body, _passed_on(scope)
                 )
             except UpstreamError as error:
-                instance.health.failed(now, unreachable=not error.sent)
                 failure = HttpFailure.of(502, str(error), kind="UpstreamError")
+                if not error.sent:
+                    instance.health.failed(now, unreachable=True)
+                    continue
+                suspects.append(instance)
+                if error.final or len(suspects) == FORWARD_TRIES:
+                    break
                 continue
+            for suspect in suspects:  # not the request's fault, since another engine answered it
+                suspect.health.failed(now)
             if status != 200 and not is_error(status):
                 message = f"{instance.address} answered with status {status}"
                 failure = HttpFailure.of(502, message, kind="UpstreamError")
                 continue
-            await respond(send, status, body, kind)
+            await self._pass_on(send, status, answer, kind)
             return
         raise failure
+
+    async def _pass_on(self, send: Send, status: int, answer: bytes, kind: bytes) -> None:
+        """Sends a forwarded request's answer, which counts as held until the client has read it."""
+        hold = Hold(self.core.answers, FREE_BYTES)
+        try:
+            hold.need(len(answer))
+            await respond(send, status, answer, kind)
+            await flushed(send, self.settings.deadlines.client_stall + len(answer) / SLOWEST)
+        finally:
+            hold.release()
+
+    async def _read_forwarded(self, scope: Scope, receive: Receive) -> bytes:
+        check_content_type(scope)
+        check_length(scope, FORWARD_LIMIT)
+        hold = Hold(self.core.held, FREE_BYTES)
+        try:
+            return await read_body(receive, FORWARD_LIMIT, self.settings.deadlines.request_body, hold)
+        finally:
+            hold.release()
 
     async def metaserver(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles decode's posts, on a path known only to decode engines. Raises ``HttpFailure``."""
@@ -281,6 +331,7 @@ class ProxyApp:
 
     async def _read_call(self, kind: Kind, scope: Scope, receive: Receive) -> Call:
         limit = self.settings.max_body_bytes
+        check_content_type(scope)
         check_length(scope, limit)
         hold = Hold(self.core.held, FREE_BYTES)
         try:
@@ -360,6 +411,8 @@ class Answer:
         fields = [(b"content-type", content_type), (b"x-request-id", self._trace.request_id.encode())]
         if length is not None:
             fields.append((b"content-length", b"%d" % length))
+        else:
+            fields += STREAM_FIELDS
         await self._send({"type": "http.response.start", "status": 200, "headers": fields})
 
     async def write(self, data: bytes) -> None:

@@ -24,6 +24,7 @@ PREFIX_LIMIT = 1 << 20  # bytes of a prompt used for prefix hashes
 TOKENS_OF_A_PART = 512  # assumed size of an image or sound in a chat
 EXPECTED_OUTPUT = 256
 OUTPUT_LIMIT = 1024  # assumed output: a requested limit says little about the actual length
+NO_SEED = -1  # vLLM's second name for "no seed"
 DEFAULT_COMPLETION_TOKENS = 16  # default of OpenAI and vLLM for /v1/completions
 
 Body = dict[str, Any]
@@ -51,13 +52,15 @@ class Call:
     held: int  # upper estimate of its bytes in memory and, with several sub-requests, sent
 
 
-def _whole(body: Mapping[str, Any], key: str, default: int) -> int:
+def _whole(body: Mapping[str, Any], key: str) -> int | None:
+    """Reads an integer as vLLM does: also from ``"2"`` and ``2.0``. Raises ``RequestRefused``."""
     value = body.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestRefused(f"{key} must be an integer", key)
-    return value
+    if value is None or isinstance(value, int):
+        return value
+    try:
+        return msgspec.convert(value, int, strict=False)
+    except msgspec.ValidationError as error:
+        raise RequestRefused(f"{key} must be an integer", key) from error
 
 
 def _refuse_unservable(body: Mapping[str, Any]) -> None:
@@ -80,8 +83,8 @@ def _refuse_unservable(body: Mapping[str, Any]) -> None:
         raise RequestRefused("echo with logprobs is not available: decode doesn't see the prompt", "echo")
     if body.get("best_of") not in (None, 1, body.get("n")):
         raise RequestRefused("best_of is not available", "best_of")
-    truncate = body.get("truncate_prompt_tokens")
-    if isinstance(truncate, int) and truncate < 0:
+    truncate = _whole(body, "truncate_prompt_tokens")
+    if truncate is not None and truncate < 0:
         # vLLM subtracts max_tokens here, which differs between the two engines.
         raise RequestRefused("give truncate_prompt_tokens as a number of tokens", "truncate_prompt_tokens")
     if not isinstance(body.get("stream"), (bool, type(None))):
@@ -172,8 +175,10 @@ def _prompts(kind: Kind, body: Mapping[str, Any]) -> list[Any] | None:
         return None
     if all(isinstance(entry, int) for entry in prompt):
         return None
-    if not all(isinstance(entry, (str, list)) for entry in prompt):
-        raise RequestRefused("prompt must be a string, token ids, or a list of those", "prompt")
+    if not any(all(isinstance(entry, kind) for entry in prompt) for kind in (str, list)):
+        raise RequestRefused(
+            "prompt must be a string, token ids, a list of strings, or a list of token ids", "prompt"
+        )
     return prompt
 
 
@@ -192,7 +197,8 @@ def parse_call(kind: Kind, raw: bytes, max_sub_requests: int = 1024, max_bytes: 
     if not isinstance(body, dict):
         raise RequestRefused("the body must be a JSON object")
     _refuse_unservable(body)
-    n = _whole(body, "n", 1)
+    n = _whole(body, "n")
+    n = 1 if n is None else n
     if n < 1:
         raise RequestRefused("n must be at least 1", "n")
     prompts = _prompts(kind, body)
@@ -227,14 +233,16 @@ def _sub_requests(
     common = {key: value for key, value in body.items() if key not in ("n", "best_of", "request_id")}
     if prompts is None and n == 1:
         return (sub_request_of(kind, common, size=sizes[0]),)
-    seed = body.get("seed")
+    seed = _whole(body, "seed")
+    if seed == NO_SEED:
+        seed = None
     made: list[SubRequest] = []
     for prompt, size in zip([None] if prompts is None else prompts, sizes, strict=True):
         one = dict(common) if prompts is None else {**common, "prompt": prompt}
         demand = _demand(kind, one)
         for choice in range(n):
             # vLLM gives choice i of a seeded request the seed plus i.
-            seeded = {**one, "seed": seed + choice} if isinstance(seed, int) and choice else one
+            seeded = {**one, "seed": seed + choice} if seed is not None and choice else one
             counts = choice == 0
             made.append(sub_request_of(kind, seeded, len(made), demand, counts_prompt=counts, size=size))
     return tuple(made)

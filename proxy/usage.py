@@ -59,17 +59,19 @@ def rewrite_usage(usage: Usage, facts: UsageFacts) -> None:
 def add_usage(parts: Iterable[tuple[Usage, bool]]) -> Usage:
     """Sums usage over sub-requests. A part's flag says whether its prompt counts: once per prompt."""
     total: Usage = dict.fromkeys(COUNTERS, 0)
-    cached: int | None = None
+    details: dict[str, dict[str, int]] = {}
     for usage, counts_prompt in parts:
-        total["completion_tokens"] += _count(usage, "completion_tokens")
-        if not counts_prompt:
-            continue
-        total["prompt_tokens"] += _count(usage, "prompt_tokens")
-        details = usage.get("prompt_tokens_details")
-        value = details.get("cached_tokens") if isinstance(details, dict) else None
-        if isinstance(value, int):
-            cached = value + (cached or 0)
+        for side in ("prompt", "completion") if counts_prompt else ("completion",):
+            total[f"{side}_tokens"] += _count(usage, f"{side}_tokens")
+            _add_details(details, usage, f"{side}_tokens_details")
     total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
-    if cached is not None:
-        total["prompt_tokens_details"] = {"cached_tokens": cached}
-    return total
+    return {**total, **details}
+
+
+def _add_details(total: dict[str, dict[str, int]], usage: Usage, key: str) -> None:
+    """Adds the counts in ``usage[key]`` (cached tokens, reasoning tokens and others) to ``total[key]``."""
+    given = usage.get(key)
+    for name, value in given.items() if isinstance(given, dict) else ():
+        if isinstance(value, int):
+            counts = total.setdefault(key, {})
+            counts[name] = counts.get(name, 0) + value

@@ -18,7 +18,7 @@ def get_logger(name: str) -> logging.Logger:
 class RateLimitedLog:
     """Logs each kind of message at most once a period, and says how many it left out.
 
-    For lines that repeat with every request, or that a stranger can cause at any rate.
+    For lines that repeat with every request, or that an unauthenticated peer can cause at any rate.
 
     Args:
         subject: with it, each line begins with it and the kind of the message.
@@ -54,7 +54,9 @@ class RateLimitedLog:
         now = self._clock()
         line = f"{self._subject} {kind}: {message}" if self._subject else message
         if len(self._next) >= KINDS_KEPT:
-            self._next = {known: at for known, at in self._next.items() if at > now}
+            known = list(self._next.items())  # one step of Python: other threads log here too
+            self._next = {one: at for one, at in known if at > now}
+            self._dropped = {one: n for one, n in list(self._dropped.items()) if one in self._next}
         if kind not in self._next and len(self._next) >= KINDS_KEPT:
             kind = "other"
         if now < self._next.get(kind, float("-inf")):

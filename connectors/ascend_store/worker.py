@@ -93,8 +93,8 @@ class StoreWorker:
         self._log = RateLimitedLog(__name__, subject="store")
         self._number = 0  # step number, equal on all ranks
         self._invalid: set[int] = set()
-        self._unquiet_writes: list[WriteObject] = []
-        self._unquiet_reads: list[ReadObject] = []
+        self._undrained_writes: list[WriteObject] = []
+        self._undrained_reads: list[ReadObject] = []
 
     # ------------------------------------------------------------------------------------ beginning of a step
 
@@ -123,7 +123,7 @@ class StoreWorker:
                 self.pipeline.fail(number, current.reason)
             elif current.unsaved:
                 self.pipeline.fail(number, current.unsaved, invalid=False)
-        self._end_unquiet()
+        self._end_undrained()
 
     def _plan(self, current: Current, number: int) -> None:
         """Plans a request's loads and saves. An error affects this request only."""
@@ -310,14 +310,14 @@ class StoreWorker:
         if self.pipeline.drained:
             self._finish([w for _, _, w in writes], [c.step.req_id not in losses for c, _, _ in writes])
         else:
-            self._unquiet_writes += [w for _, _, w in writes]
+            self._undrained_writes += [w for _, _, w in writes]
         for current in self._step:
-            reason, wrong = losses.get(current.step.req_id, ("", False))
-            if wrong:
+            reason, invalid = losses.get(current.step.req_id, ("", False))
+            if invalid:
                 self.pipeline.give_up([current.step.req_id], reason)
             # Without shared buffers the device holds all rows, including those that could not be stored.
-            if wrong or (reason and self._shares):
-                self._lose(current, reason, wrong)
+            if invalid or (reason and self._shares):
+                self._lose(current, reason, invalid)
             else:
                 self._settle(current)
         self._step = []
@@ -325,16 +325,16 @@ class StoreWorker:
     def _spread(self, losses: dict[str, Loss]) -> None:
         """Extends the loss to requests that attended to lost rows: vLLM shares a block with other requests
         as soon as its load or computation is planned."""
-        spoilt: set[int] = set()
+        lost_blocks: set[int] = set()
         lost = [current for current in self._step if losses.get(current.step.req_id, ("", False))[1]]
         while lost:
-            spoilt.update(*(self._blocks(current, current.step.end) for current in lost))
+            lost_blocks.update(*(self._blocks(current, current.step.end) for current in lost))
             lost = []
             for current in self._step:
                 own = current.held.blocks[: -(-current.step.computed // self._block_size)]
-                name, wrong = current.step.req_id, losses.get(current.step.req_id, ("", False))[1]
-                if not wrong and not spoilt.isdisjoint(own):
-                    current.first_lost = next(n for n, block in enumerate(own) if block in spoilt)
+                name, invalid = current.step.req_id, losses.get(current.step.req_id, ("", False))[1]
+                if not invalid and not lost_blocks.isdisjoint(own):
+                    current.first_lost = next(n for n, block in enumerate(own) if block in lost_blocks)
                     losses[name] = ("a neighbour lost blocks that it attended to", True)
                     lost.append(current)
 
@@ -355,11 +355,11 @@ class StoreWorker:
         if failed:
             logger.warning("%d blocks were not stored: they took too long, or the store forgot them", failed)
 
-    def _end_unquiet(self) -> None:
+    def _end_undrained(self) -> None:
         """Releases objects that an abandoned copy may still have been using, once it has ended."""
         if self.pipeline.drained:
-            writes, self._unquiet_writes = self._unquiet_writes, []
-            reads, self._unquiet_reads = self._unquiet_reads, []
+            writes, self._undrained_writes = self._undrained_writes, []
+            reads, self._undrained_reads = self._undrained_reads, []
             self._finish(writes, [False] * len(writes))
             self._close(reads)
 
@@ -379,12 +379,12 @@ class StoreWorker:
         pin = held.pins.get(number)
         return pin is not None and number < len(held.hashes) and pin.key == self._key(held, number)
 
-    def _lose(self, current: Current, reason: str, wrong: bool) -> None:
+    def _lose(self, current: Current, reason: str, invalid: bool) -> None:
         """Reports the request's rows as lost and forgets them."""
         step, held, size = current.step, current.held, self._block_size
         logger.warning("request %s lost its KV: %s", step.req_id, reason)
         first = current.first_lost
-        self._invalid.update(self._blocks(current, step.end if wrong else step.computed))
+        self._invalid.update(self._blocks(current, step.end if invalid else step.computed))
         held.stored = min(held.stored, first)
         held.resident = min(held.resident, first * size)
         held.partials = {number: key for number, key in held.partials.items() if number < first}
@@ -417,7 +417,7 @@ class StoreWorker:
     @property
     def num_pins(self) -> int:
         """Number of objects kept open."""
-        return sum(len(held.pins) for held in self._requests.values()) + len(self._unquiet_reads)
+        return sum(len(held.pins) for held in self._requests.values()) + len(self._undrained_reads)
 
     def _forget(self, req_id: str) -> None:
         held = self._requests.pop(req_id, None)
@@ -430,7 +430,7 @@ class StoreWorker:
 
     def _close(self, pins: Sequence[ReadObject]) -> None:
         if not self.pipeline.drained:  # a copy may still be running
-            self._unquiet_reads += pins
+            self._undrained_reads += pins
         elif pins:
             self._store.close_read(pins)
 

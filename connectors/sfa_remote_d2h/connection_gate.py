@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-STRANGER_S = 10.0
+UNAUTHENTICATED_S = 10.0
 """How long a connection may exist before it sends a `Hello` with the secret."""
 
 MAX_UNPROVEN = 256
-STRANGER_FRAMES = 64
-STRANGER_BYTES = 8 << 20
+UNAUTHENTICATED_FRAMES = 64
+UNAUTHENTICATED_BYTES = 8 << 20
 """Limits on unauthenticated peers: libzmq keeps all parts of a message until the last has arrived."""
 
 EVENTS_A_ROUND = 2048
@@ -108,8 +108,8 @@ class ConnectionGate:
         unproven = [(fd, c) for fd, c in self._connections.items() if not c.session]
         excess = len(unproven) - MAX_UNPROVEN
         for number, (descriptor, connection) in enumerate(unproven):  # oldest first
-            old = now - connection.since >= STRANGER_S or connection.frames > STRANGER_FRAMES
-            if number < excess or old or self._received(descriptor) > STRANGER_BYTES:
+            old = now - connection.since >= UNAUTHENTICATED_S or connection.frames > UNAUTHENTICATED_FRAMES
+            if number < excess or old or self._received(descriptor) > UNAUTHENTICATED_BYTES:
                 self._shut(descriptor)
 
     def close(self) -> None:

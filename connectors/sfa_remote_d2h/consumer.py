@@ -222,7 +222,8 @@ class Consumer:
     def _hello(self, now: float, hello: Hello) -> str:
         if not self._admission.has_secret(hello.secret):
             return (
-                "its Hello has another secret: a stranger, or given its address by an earlier start of decode"
+                "its Hello has another secret: it doesn't belong to this deployment, or got the address from "
+                "an earlier start of decode"
             )
         known = self._peers.get(hello.session)
         if known is not None and not same_rank(known.hello, hello):

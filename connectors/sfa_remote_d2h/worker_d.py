@@ -95,7 +95,7 @@ class DecodeWorker(ConnectorWorker):
         super().__init__("kvoffload-decode-io", channel)
         self._engine = engine
         self._session = uuid.uuid4().hex
-        self.consumer = Consumer(self._session, facts, len(layout.layers), tp_size, tp_rank, limits)
+        self.protocol = Consumer(self._session, facts, len(layout.layers), tp_size, tp_rank, limits)
         self.frames_refused = 0
         # By session: the name of the connection it used last. A session may have several, since an engine is
         # reachable under more than one name and address.
@@ -160,24 +160,24 @@ class DecodeWorker(ConnectorWorker):
     def use_secret(self, secret: str) -> None:
         """Sets the secret that prefill must present; until then it is not answered."""
         with self.lock:
-            self.consumer.use_secret(secret)
+            self.protocol.use_secret(secret)
 
     def begin_step(self, metadata: DecodeMetadata) -> None:
         """Registers new requests, whose blocks are not being written."""
         now = time.monotonic()
         with self.lock:
-            self.consumer.use_secret(metadata.secret)
+            self.protocol.use_secret(metadata.secret)
             for order in metadata.receives:
                 self.attempt("a new request", self._expect, now, order)
             for req_id, error in metadata.answered:
-                self.attempt("a rendezvous", self.consumer.prefill_returned, now, req_id, error)
+                self.attempt("a rendezvous", self.protocol.prefill_returned, now, req_id, error)
         self.wake()
 
     def _expect(self, now: float, order: Receive) -> None:
         try:
-            self.consumer.expect(now, order)
+            self.protocol.expect(now, order)
         except Exception as error:
-            self.consumer.abandon(order, f"decode could not begin to receive it: {error!r}")
+            self.protocol.abandon(order, f"decode could not begin to receive it: {error!r}")
             raise
 
     def finish_step(self, finished_req_ids: Iterable[str] = (), idle: bool = False) -> StepResults:
@@ -188,15 +188,15 @@ class DecodeWorker(ConnectorWorker):
         results, aborted = StepResults(), list(finished_req_ids)
         with self.lock:
             for req_id in aborted:
-                self.attempt("an abort", self.consumer.cancel, req_id)
-            waits = idle and bool(self.consumer.live) and not self.consumer.has_outcomes
+                self.attempt("an abort", self.protocol.cancel, req_id)
+            waits = idle and bool(self.protocol.live) and not self.protocol.has_outcomes
             self._idle.begin()
         if waits:
             self._idle.wait()
         else:
             self._idle.worked()
         with self.lock:
-            for outcome in self.consumer.take_outcomes():
+            for outcome in self.protocol.take_outcomes():
                 results.received.add(outcome.req_id)
                 results.failed_blocks.update(outcome.failed_blocks)
                 if outcome.reason:
@@ -229,7 +229,7 @@ class DecodeWorker(ConnectorWorker):
                 self.attempt("a message", self._take, now, frames)
         self.attempt("a look at connections", self._watch, now)
         with self.lock:
-            self.attempt("a tick", self.consumer.tick, now)
+            self.attempt("a tick", self.protocol.tick, now)
         self._carry_out()
         # A layer's read often ends at once, and by then the next layer is published.
         while self._poll_reads() and time.monotonic() < now + ROUND_S:
@@ -237,12 +237,12 @@ class DecodeWorker(ConnectorWorker):
 
     def _metrics(self) -> dict[str, int]:
         with self.lock:
-            values = self.consumer.metrics()
+            values = self.protocol.metrics()
         return {
             **values,
             "pulled_bytes": self.bytes_read,
             "frames_refused": self.frames_refused,
-            "strangers_closed": self._gate.closed,
+            "unauthenticated_closed": self._gate.closed,
             "control_errors": self.errors + self._reads.errors,
         }
 
@@ -261,7 +261,7 @@ class DecodeWorker(ConnectorWorker):
             )
         if self._gate.closed > closed:
             text = "a connection to the control port was closed: no Hello with the secret of this start came"
-            self.limited_log.warning("stranger", text)
+            self.limited_log.warning("unauthenticated", text)
 
     def _take(self, now: float, frames: list[zmq.Frame]) -> None:
         """Handles a message, together with its connection."""
@@ -291,16 +291,16 @@ class DecodeWorker(ConnectorWorker):
             self._refuse(identity, descriptor, "session", f"a {type(message).__name__} of another session")
             return
         if not isinstance(message, (Hello, Declined)) and session != message.session:
-            if self.consumer.ready:  # a connection must introduce itself even if its session is known
+            if self.protocol.ready:  # a connection must introduce itself even if its session is known
                 send(self._router, [identity, encode(NeedHello(self._session, message.session))])
             return
         if not isinstance(message, (Hello, Declined)):
             self._answer_over(message.session, identity)
-        elif self.consumer.proved(message.secret):
+        elif self.protocol.proved(message.secret):
             self._gate.introduced(descriptor, message.session)
             self._answer_over(message.session, identity)
         with self.lock:
-            reason = self.consumer.receive(now, message)
+            reason = self.protocol.receive(now, message)
         if reason:
             self._refuse(identity, -1, "hello", reason)
         self._carry_out()
@@ -318,25 +318,25 @@ class DecodeWorker(ConnectorWorker):
         reason = self._reads.meet(hello)
         with self.lock:
             if reason:
-                self.consumer.refuse(hello, reason)
+                self.protocol.refuse(hello, reason)
             else:
-                reason = self.consumer.admit(time.monotonic(), hello)
+                reason = self.protocol.admit(time.monotonic(), hello)
         if reason:
             self._refuse(hello.session.encode(), -1, "peer", reason)
-        if hello.session not in self.consumer.peers:
+        if hello.session not in self.protocol.peers:
             self._reads.leave(hello.session)
 
     def _carry_out(self) -> None:
         """Carries out the state machine's queued actions until none is left."""
         while True:
             with self.lock:
-                consumer = self.consumer
-                outbox, consumer.outbox = consumer.outbox, []
-                orders, consumer.orders = consumer.orders, []
-                cancelled, consumer.to_cancel = consumer.to_cancel, []
-                failed, consumer.failed_peers = consumer.failed_peers, []
-                hellos, consumer.to_meet = consumer.to_meet, []
-                if consumer.has_outcomes:
+                protocol = self.protocol
+                outbox, protocol.outbox = protocol.outbox, []
+                orders, protocol.orders = protocol.orders, []
+                cancelled, protocol.to_cancel = protocol.to_cancel, []
+                failed, protocol.failed_peers = protocol.failed_peers, []
+                hellos, protocol.to_meet = protocol.to_meet, []
+                if protocol.has_outcomes:
                     self._idle.tell()
             for session in failed:
                 self._reads.leave(session)
@@ -365,7 +365,7 @@ class DecodeWorker(ConnectorWorker):
         over, moved = self._reads.poll()
         for number, error in over:
             with self.lock:
-                self.attempt("the end of a read", self.consumer.read_done, time.monotonic(), number, error)
+                self.attempt("the end of a read", self.protocol.read_done, time.monotonic(), number, error)
         self._carry_out()
         return moved
 

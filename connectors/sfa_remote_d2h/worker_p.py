@@ -119,7 +119,7 @@ class PrefillWorker(ConnectorWorker):
         )
         self._key = None if control_key is None else ControlKey(control_key)
         self.frames_refused = 0
-        self.producer: Producer[Endpoint] = Producer(hello, len(layout.layers))
+        self.protocol: Producer[Endpoint] = Producer(hello, len(layout.layers))
         self._position = {layer.index: number for number, layer in enumerate(layout.layers)}
         self._early = len(layout.layers) - last_layer_at_end  # layers that may be published before the end
         self._step: list[str] = []
@@ -134,7 +134,7 @@ class PrefillWorker(ConnectorWorker):
         self._await_written()
         with self.lock:
             for req_id, retry in metadata.dropped:
-                self.producer.drop(req_id, "preempted" if retry else "aborted", retry)
+                self.protocol.drop(req_id, "preempted" if retry else "aborted", retry)
             self._step = []
         self.wake()
 
@@ -144,7 +144,7 @@ class PrefillWorker(ConnectorWorker):
         now = time.monotonic()
         with self.lock:
             for req_id in metadata.held:
-                self.producer.engine_finished(req_id)
+                self.protocol.engine_finished(req_id)
             for item in metadata.declined:
                 self.attempt(
                     "a refusal", self._decline, now, item.target, item.request, item.prompt, item.reason
@@ -163,17 +163,17 @@ class PrefillWorker(ConnectorWorker):
                 self._decline(now, target, step.request, step.prompt, str(error))
                 return
             endpoint = (target.host, target.port + rank)
-            self.producer.open(
+            self.protocol.open(
                 now, step.req_id, step.request, endpoint, step.prompt, step.num_blocks, target.secret
             )
-        self.producer.begin_chunk(step.req_id, step.start, step.blocks, step.final)
+        self.protocol.begin_chunk(step.req_id, step.start, step.blocks, step.final)
 
     def _decline(self, now: float, target: Target, request: str, prompt: bytes, reason: str) -> None:
         """Tells all ranks of a decode engine that a request will not be transferred."""
         if self._tp_rank == 0:
             for rank in range(min(max(target.tp_size, 0), MAX_TP)):
                 endpoint = (target.host, target.port + rank)
-                self.producer.decline(now, endpoint, request, prompt, target.secret, reason)
+                self.protocol.decline(now, endpoint, request, prompt, target.secret, reason)
 
     def layer_done(self, layer: int, written: Event | None = None) -> None:
         """Publishes a layer's KV, indexer KV included, now or when the device reaches `written`."""
@@ -195,13 +195,13 @@ class PrefillWorker(ConnectorWorker):
         with self.lock:
             written = {name for _, step, layers in self._unwritten if layers > position for name in step}
             waiting = [name for name in requests if name in written]  # not on the device yet
-            return [*waiting, *(n for n in self.producer.unread(position, requests) if n not in written)]
+            return [*waiting, *(n for n in self.protocol.unread(position, requests) if n not in written)]
 
     def give_up(self, requests: Collection[str], reason: str, retry: bool) -> None:
         """Invalidates decode's reads of these requests. retry: they will be computed again."""
         with self.lock:
             for req_id in requests:
-                self.producer.drop(req_id, reason, retry)
+                self.protocol.drop(req_id, reason, retry)
         self.wake()
 
     def listen(self, on_news: Callable[[], None]) -> None:
@@ -219,13 +219,13 @@ class PrefillWorker(ConnectorWorker):
         """
         with self.lock:
             self._idle.begin()
-            waits = idle and self.producer.keeps
+            waits = idle and self.protocol.keeps
         if waits:
             self._idle.wait()
         else:
             self._idle.worked()
         with self.lock:
-            return StepResults(sent=self.producer.take_free())
+            return StepResults(sent=self.protocol.take_free())
 
     def _publish_when(self, written: Event | None, layers: int) -> None:
         with self.lock:
@@ -237,7 +237,7 @@ class PrefillWorker(ConnectorWorker):
         """Publishes layers that the device has written, in order. Call with the lock held."""
         while self._unwritten and (self._unwritten[0][0] is None or self._unwritten[0][0].query()):
             _, step, layers = self._unwritten.popleft()
-            self.producer.publish(time.monotonic(), step, layers)
+            self.protocol.publish(time.monotonic(), step, layers)
 
     def _await_written(self) -> None:
         """Waits until all of a step is published, before the next one changes its requests' last chunk."""
@@ -260,11 +260,11 @@ class PrefillWorker(ConnectorWorker):
                 self.attempt("a message", self._take, now, self._endpoints[socket], frames)
         with self.lock:
             self.attempt("publishing", self._publish_written)
-            self.attempt("a tick", self.producer.tick, now)
-            outbox, self.producer.outbox = self.producer.outbox, []
-            idle = self.producer.forget_idle(now, UNUSED_S)
-            silent = self.producer.silent(now)
-            if self.producer.has_free:
+            self.attempt("a tick", self.protocol.tick, now)
+            outbox, self.protocol.outbox = self.protocol.outbox, []
+            idle = self.protocol.forget_idle(now, UNUSED_S)
+            silent = self.protocol.silent(now)
+            if self.protocol.has_free:
                 self._idle.tell()
         self._send_all(outbox)
         for endpoint in idle:
@@ -280,7 +280,7 @@ class PrefillWorker(ConnectorWorker):
 
     def _metrics(self) -> dict[str, int]:
         with self.lock:
-            values = self.producer.metrics()
+            values = self.protocol.metrics()
         return {**values, "frames_refused": self.frames_refused, "control_errors": self.errors}
 
     def _send_all(self, outbox: list[tuple[Endpoint, ToDecode]]) -> None:
@@ -295,7 +295,7 @@ class PrefillWorker(ConnectorWorker):
                 failed.add(endpoint)
                 self.errors += not isinstance(error, (EndpointError, HostError, zmq.ZMQError))
                 with self.lock:
-                    self.producer.fail_endpoint(endpoint)
+                    self.protocol.fail_endpoint(endpoint)
                 name = printable(f"{endpoint[0]}:{endpoint[1]}", 128)
                 text = f"decode rank at {name} can't be talked to, its transfers end: {printable(str(error))}"
                 self.limited_log.error("endpoint", text)
@@ -312,14 +312,14 @@ class PrefillWorker(ConnectorWorker):
         except VersionError as error:
             self._refuse(endpoint, "version", str(error))
             with self.lock:
-                self.producer.refused(now, endpoint, str(error))
+                self.protocol.refused(now, endpoint, str(error))
             return
         except WireError as error:
             self._refuse(endpoint, "frame", str(error))
             return
         with self.lock:
-            self.producer.receive(now, endpoint, message)
-            link = self.producer.links.get(endpoint)
+            self.protocol.receive(now, endpoint, message)
+            link = self.protocol.links.get(endpoint)
             refused = link.refused if link is not None else ""
         if refused:
             text = f"decode rank at {endpoint[0]}:{endpoint[1]} refuses this engine: {printable(refused)}"
@@ -352,7 +352,7 @@ class PrefillWorker(ConnectorWorker):
         set_options(socket, QUEUE_LENGTH)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
         # Keep the name after a reconnect, so that decode's answers reach this rank again.
-        socket.setsockopt(zmq.IDENTITY, connection_name(self.producer.hello.session))
+        socket.setsockopt(zmq.IDENTITY, connection_name(self.protocol.hello.session))
         if self._key is not None:
             self._key.connect(socket)
         socket.connect(tcp(*endpoint))
@@ -362,7 +362,7 @@ class PrefillWorker(ConnectorWorker):
         if len(self._sockets) < MAX_ENDPOINTS:
             return
         with self.lock:
-            endpoint = self.producer.forget_one(time.monotonic(), self._sockets, SETTLED_S)
+            endpoint = self.protocol.forget_one(time.monotonic(), self._sockets, SETTLED_S)
         if endpoint is not None:
             self._close_socket(endpoint)
         if len(self._sockets) >= MAX_ENDPOINTS:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 
+from tests import ROOT
 from tests.ascendc.twin_kernels import LINE, Kernels, RefusedError
 from vllm_kvoffload.policies import POLICIES
 
+KERNELS = ROOT / "csrc" / "ascendc"
 PLAN = {
     "requests": 4,
     "tokens": 8,
@@ -95,7 +103,8 @@ def test_the_workspace_of_a_plan(kernels: Kernels) -> None:
     assert data["records_offset"] == requests * parts * 4 * PLAN["width"] * 4
     assert data["totals_offset"] - data["records_offset"] == requests * parts * LINE
     assert data["states_offset"] - data["totals_offset"] == requests * LINE
-    assert data["workspace_bytes"] - data["states_offset"] == requests * 8192
+    assert data["empties_offset"] - data["states_offset"] == requests * 8192
+    assert data["workspace_bytes"] - data["empties_offset"] == requests * 8192 // 8
     assert all(data[name] % LINE == 0 for name in data if name.endswith("_offset"))
 
 
@@ -196,3 +205,30 @@ def test_rows_that_share_lines_stay_with_one_core(kernels: Kernels) -> None:
 def test_rows_refused(kernels: Kernels, op: str, changes: dict[str, int], message: str) -> None:
     with pytest.raises(RefusedError, match=message):
         tile(kernels, op, 40, **changes)
+
+
+@pytest.mark.parametrize("op", sorted(path.parent.parent.name for path in KERNELS.glob("*/op_kernel/*.cpp")))
+def test_kernels_with_syncall_start_on_all_cores_at_once(op: str) -> None:
+    """Batch scheduling, declared exactly where cores wait for each other: elsewhere it would only delay."""
+    folder = KERNELS / op / "op_kernel"
+    waits = any("SyncAll(" in path.read_text() for path in folder.iterdir())
+    (entry,) = re.findall(r'extern "C" (.*)__global__', (folder / f"{op}.cpp").read_text())
+    assert entry.strip() == ("__schedmode__(1)" if waits else "")
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
+@pytest.mark.parametrize(
+    ("version", "refused"), [("9.0.0", True), ("8.5.0.alpha001", True), ("9.1.0", False)]
+)
+def test_the_build_refuses_cann_without_batch_scheduling(tmp_path: Path, version: str, refused: bool) -> None:
+    (tmp_path / "compiler").mkdir()
+    (tmp_path / "compiler" / "version.info").write_text(f"Version={version}\nversion_dir=x\n")
+    ran = subprocess.run(
+        ["cmake", "-S", str(KERNELS), "-B", str(tmp_path / "build")],
+        env={**os.environ, "ASCEND_HOME_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode, "there is no CANN here"
+    assert ("9.1 or later" in ran.stderr) is refused

@@ -151,7 +151,7 @@ class Bench:
     def wait(self, req_id, seconds=10.0):
         end = time.monotonic() + seconds
         while req_id not in self.done:
-            assert time.monotonic() < end, self.decode.consumer.live
+            assert time.monotonic() < end, self.decode.protocol.live
             results = self.decode.finish_step(set())
             self.done.update(dict.fromkeys(results.received, results.failed_blocks))
             self.failures.update(results.failures)

@@ -162,7 +162,7 @@ class World:
             assert counts.started == counts.done + counts.failed.total() + live
             assert counts.done + counts.failed.total() == told
             values = consumer.metrics()
-            assert values.keys() | WORKERS | {"pulled_bytes", "strangers_closed"} == DECODE.index.keys()
+            assert values.keys() | WORKERS | {"pulled_bytes", "unauthenticated_closed"} == DECODE.index.keys()
             assert sum(values[f"receives.{phase.value}"] for phase in ReceivePhase) == live
         for producer in self.producers:
             values = producer.metrics()

@@ -296,7 +296,7 @@ class DecodeRig(Rig):
             self.fates["failed" if failed else "received"] += 1
 
     def check(self):
-        consumer = self.worker.consumer
+        consumer = self.worker.protocol
         self.worker._carry_out()
         assert self.worker.errors == 0
         for req_id, born in self.born.items():
@@ -316,7 +316,7 @@ class DecodeRig(Rig):
             self.collect(set())
         self.check()
         assert not self.born
-        assert not self.worker.consumer.live
+        assert not self.worker.protocol.live
         assert not self.worker._reads
 
 
@@ -331,7 +331,7 @@ class PrefillRig(Rig):
             Engine(self.random), LAYOUT, FACTS,
             engine_id="p", tp_size=1, tp_rank=0, limits=LIMITS,
         )  # fmt: skip
-        self.session = self.worker.producer.hello.session
+        self.session = self.worker.protocol.hello.session
         self.running: dict[str, int] = {}
         self.freed = 0
         self.owed: dict[str, float] = {}
@@ -347,7 +347,7 @@ class PrefillRig(Rig):
     def sample(self):
         choice, numbers = self.random.choice, self.random.randint
         session = choice(["d0", "d1"])
-        newest = max(self.worker.producer._transfers, default=1)
+        newest = max(self.worker.protocol._transfers, default=1)
         number = max(0, newest - numbers(0, 3))
         kinds = [
             wire.HelloAck(session, self.session),
@@ -396,7 +396,7 @@ class PrefillRig(Rig):
             self.freed += 1
 
     def check(self):
-        producer = self.worker.producer
+        producer = self.worker.protocol
         assert self.worker.errors == 0
         assert len(producer._transfers) <= len(self.running) + len(self.owed)
         assert len(producer.links) <= len(self.ENDPOINTS) + 4
@@ -466,7 +466,7 @@ def test_what_was_found_before(frame, monkeypatch):
         rig.settle()
         assert rig.fates["received"] >= 1
         assert sum(rig.fates.values()) == 2
-        assert set(rig.worker.consumer.peers) <= {"p0"}
+        assert set(rig.worker.protocol.peers) <= {"p0"}
     finally:
         rig.worker.stop()
 
@@ -495,7 +495,7 @@ def test_frames_over_a_socket_do_no_harm():
             assert bench.wait(f"r{number}") == set()
             bench.check([3, 4], [1, 2])
         assert bench.decode.errors == bench.prefill.errors == 0
-        assert list(bench.decode.consumer.peers) == [bench.prefill.producer.hello.session]
+        assert list(bench.decode.protocol.peers) == [bench.prefill.protocol.hello.session]
     finally:
         context.destroy(linger=0)
         bench.close()

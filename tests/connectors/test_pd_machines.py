@@ -239,10 +239,10 @@ def test_one_lost_message_does_no_harm(lost):
     world.check_nothing_left()
 
 
-def one_read_away(tps=(1, 1)):
+def one_read_away(tps=(1, 1), num_blocks=3):
     """A world whose request is read but for the last layer, whose read is in flight."""
     world = World(*tps)
-    world.submit(world.wanted[world.request(3, 0)])
+    world.submit(world.wanted[world.request(num_blocks, 0)])
     for _ in range(200):
         while world.network:
             world.deliver(0)
@@ -310,6 +310,27 @@ def test_a_cancelled_request_is_reported_only_when_its_memory_is_quiet():
     assert world.failed[req_id] == "aborted"
     assert ends(world) == {TransferEnd.CANCELLED: 1}
     assert failures(world) == {ReceiveFailure.ABORTED: 1}
+
+
+def test_a_cancelled_request_waits_for_the_reads_from_every_prefill_rank():
+    world = one_read_away((2, 1), num_blocks=9)
+    assert len(world.reads) == 2
+    (req_id,) = world.wanted
+    world.abort(req_id)
+    world.finish_read(0)
+    assert req_id in world.wanted, "the other rank's read is still writing into its blocks"
+    world.finish_read(0)
+    assert world.failed[req_id] == "aborted"
+
+
+@pytest.mark.parametrize("errors", [LIMITS.read_retries, LIMITS.read_retries + 1])
+def test_a_transfer_survives_as_many_failed_reads_as_it_may_retry(errors):
+    world = one_read_away()
+    for _ in range(errors):
+        world.finish_read(0, "broken")
+    world.settle(1.0)
+    assert bool(world.completed) == (errors == LIMITS.read_retries)
+    assert list(world.failed.values()) == ["reading failed: broken"] * (errors > LIMITS.read_retries)
 
 
 def test_a_transfer_is_told_once_however_often_a_beat_names_it():

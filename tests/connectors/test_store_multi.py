@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm_kvoffload.connectors.ascend_store.connector import AscendStoreConnector, _agree_over_ranks
-from vllm_kvoffload.connectors.multi import KVOffloadMultiConnector
+from vllm_kvoffload.connectors.multi import KVOffloadMultiConnector, multi_connector
 from vllm_kvoffload.connectors.sfa_remote_d2h.connector import SfaRemoteD2HConnector
 
 
@@ -66,6 +66,18 @@ def test_decode_never_gets_what_the_store_loses(shares):
     assert guard is remote.connector_worker
     assert (reads_s > 15, len(remote.connector_worker.heard)) == (shares, int(shares))
     assert remote._joint == {"last_layer_at_end": True, **({"progress": True} if shares else {})}
+
+
+def test_remote_decode_comes_first_whatever_the_configuration_says(monkeypatch):
+    remote, store = Remote(), Store(True)
+
+    def init(self, *_configuration):
+        self._connectors = [store, remote]
+
+    monkeypatch.setattr(multi_connector.MultiConnector, "__init__", init)
+    made = KVOffloadMultiConnector(None, None, None)  # type: ignore[arg-type]
+    assert made._connectors == [remote, store]
+    assert (made._stores, made._remotes) == ([store], [remote])
 
 
 @pytest.mark.parametrize("with_store", [True, False])

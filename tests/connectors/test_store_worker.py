@@ -10,9 +10,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.connectors.test_schedulers import Output
+from vllm_kvoffload.connectors.ascend_store import worker as worker_module
 from vllm_kvoffload.connectors.ascend_store.metadata import StoreMetadata, StoreStep
 from vllm_kvoffload.connectors.ascend_store.scheduler import StoreScheduler
-from vllm_kvoffload.connectors.ascend_store.worker import StoreWorker
+from vllm_kvoffload.connectors.ascend_store.worker import LEASE_S, RENEW_S, StoreWorker
 from vllm_kvoffload.store import KeySpace, ReadObject, WriteObject, WriteRefusal
 
 BLOCK = 64
@@ -117,6 +118,24 @@ def test_a_block_that_is_gone_is_missed(world):
     assert world.step("r", 0, 196) == {}
     world.store.readable.clear()
     assert "not in the store any more" in world.step("r", 196, 300)["r"]
+
+
+def test_pins_are_renewed_before_their_leases_end(world, monkeypatch):
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr(worker_module, "time", clock)
+    for computed, end in ((0, 196), (196, 300)):
+        assert world.step("r", computed, end) == {}
+    for seconds, renewed in (
+        (LEASE_S - RENEW_S - 1, False),
+        (LEASE_S - RENEW_S + 1, True),
+        (LEASE_S - RENEW_S + 2, False),
+    ):
+        before = set(world.store.open)
+        clock.monotonic = lambda seconds=seconds: seconds
+        assert world.step("r", 300, 310) == {}
+        pins = {pin.handle for pin in world.worker._requests["r"].pins.values()}
+        assert pins <= world.store.open
+        assert before.isdisjoint(pins) is renewed
 
 
 def test_what_another_rank_lost_is_not_handed_to_decode_by_this_one(world):

@@ -55,14 +55,14 @@ def test_memory_that_cannot_be_read_fails_the_request_by_name(bench, error):
     assert bench.wait("r") == {3, 4}
     assert bench.failures["r"].failure == "mismatch"
     assert bench.failures["r"].reason.startswith("decode can't read prefill's memory")
-    assert not bench.decode.consumer.peers
+    assert not bench.decode.protocol.peers
     bench.decode_engine.add_peer = good
-    bench.prefill.producer.links.clear()  # else prefill asks again after REFUSED_S
+    bench.prefill.protocol.links.clear()  # else prefill asks again after REFUSED_S
     receives(bench)
 
 
 def test_layers_of_another_size_than_the_digest_says(bench):
-    producer = bench.prefill.producer
+    producer = bench.prefill.protocol
     layers = tuple(msgspec.structs.replace(layer, main=((4096, 64, 64),)) for layer in producer.hello.layers)
     producer.hello = msgspec.structs.replace(producer.hello, layers=layers)
     bench.expect("r", [3, 4])
@@ -117,8 +117,8 @@ def test_an_engine_that_raises_costs_one_request(bench, method, monkeypatch):
     elif method == "remove_peer":
         assert bench.wait("r") == set()
         with bench.decode.lock:
-            (session,) = bench.decode.consumer.peers
-            bench.decode.consumer._forget(time.monotonic(), session)
+            (session,) = bench.decode.protocol.peers
+            bench.decode.protocol._forget(time.monotonic(), session)
         until(lambda: bench.decode._reads.errors)
     else:
         until(lambda: "r" in bench.decode.finish_step({"r"}).received)
@@ -127,16 +127,16 @@ def test_an_engine_that_raises_costs_one_request(bench, method, monkeypatch):
 
 
 def test_an_error_of_a_round_ends_no_thread(bench):
-    tick, failed = bench.decode.consumer.tick, []
+    tick, failed = bench.decode.protocol.tick, []
 
     def bad(_now):
         failed.append(1)
         raise RuntimeError("a bug")
 
-    bench.decode.consumer.tick = bench.prefill.producer.tick = bad
+    bench.decode.protocol.tick = bench.prefill.protocol.tick = bad
     until(lambda: len(failed) > 4)
-    bench.decode.consumer.tick = tick
-    del bench.prefill.producer.tick
+    bench.decode.protocol.tick = tick
+    del bench.prefill.protocol.tick
     receives(bench)
     bench.wait_metrics("decode", control_errors=bench.decode.errors)
     assert bench.decode.errors > 0
@@ -146,7 +146,7 @@ def test_an_error_of_a_round_ends_no_thread(bench):
 
 
 def hello_of(bench, **changes):
-    hello = msgspec.structs.replace(bench.prefill.producer.hello, session="stranger", **changes)
+    hello = msgspec.structs.replace(bench.prefill.protocol.hello, session="stranger", **changes)
     return wire.encode(hello)
 
 
@@ -162,7 +162,7 @@ def test_a_strangers_metadata_never_reach_the_transfer_engine(bench):
         stranger.send(hello_of(bench, metadata=b"\xff" * 99, secret=secret))
     receives(bench)
     until(lambda: bench.decode.frames_refused >= 4)
-    assert seen == [bench.prefill.producer.hello.metadata]
+    assert seen == [bench.prefill.protocol.hello.metadata]
     assert not stranger.poll(300), "a stranger gets no answer"
     context.destroy(linger=0)
 
@@ -172,7 +172,7 @@ def test_a_peers_session_is_of_no_use_without_its_secret(bench):
     bench.expect("r", [3, 4])
     bench.compute("r", [[0]], 2, whole=False)
     bench.wait_metrics("decode", **{"receives.reading": 1})
-    session = bench.prefill.producer.hello.session
+    session = bench.prefill.protocol.hello.session
     forged, watch, received = wire.encode(wire.Closed(session, 1, "forged", False)), bench.decode._watch, []
 
     def forge(now):  # on the thread that owns the socket
@@ -183,7 +183,7 @@ def test_a_peers_session_is_of_no_use_without_its_secret(bench):
     bench.decode._watch = forge
     until(lambda: len(received) >= 3)
     del bench.decode._watch
-    assert "r" in bench.decode.consumer.live
+    assert "r" in bench.decode.protocol.live
     bench.prefill.drop(metadata.PrefillMetadata(dropped=[("r", False)]))
     assert bench.wait("r") == {3, 4}
     assert "forged" not in bench.failures["r"].reason
@@ -202,7 +202,7 @@ def test_control_keys(keys, caplog, monkeypatch):
         bench.compute("r", [[0, 1]], 2)
         assert bench.wait_freed()[0] == {"r"}
         assert bench.wait("r", 20) == {3, 4}
-        assert not bench.decode.consumer.peers
+        assert not bench.decode.protocol.peers
         assert bench.decode.bytes_read == 0
         said = [record.message for record in caplog.records]
         assert sum("has not answered" in text and "control_key_file" in text for text in said) == 1
@@ -259,8 +259,8 @@ def test_another_name_of_decode_costs_its_other_requests_nothing(bench):
     receives(bench, "other name")
     bench.compute("alias", [[5]], 1, host="localhost", whole=False)
     time.sleep(2 * LIMITS.lease_s)
-    assert {"early"} <= bench.prefill.producer.open_requests
-    assert bench.decode.consumer.live == {"early": "reading"}
+    assert {"early"} <= bench.prefill.protocol.open_requests
+    assert bench.decode.protocol.live == {"early": "reading"}
 
 
 def test_many_endpoints_are_bounded(bench, monkeypatch):
@@ -271,9 +271,9 @@ def test_many_endpoints_are_bounded(bench, monkeypatch):
         bench.compute(f"dead{number}", [[5]], 1, host=f"127.0.1.{number + 1}", port=9)
     time.sleep(0.3)
     assert len(bench.prefill._sockets) <= 8
-    assert len(bench.prefill.producer.links) <= 48
+    assert len(bench.prefill.protocol.links) <= 48
     bench.wait_metrics("prefill", **{"transfers_closed.unreachable": 33})  # decode's own is in use
-    until(lambda: not bench.prefill.producer.open_requests)
+    until(lambda: not bench.prefill.protocol.open_requests)
     receives(bench, "later")
     assert len(bench.prefill._sockets) <= 8
 
@@ -296,7 +296,7 @@ def test_many_declines_close_no_connection_in_use(bench, monkeypatch):
 
 
 def test_strangers_connections_end(bench, monkeypatch):
-    monkeypatch.setattr(connection_gate, "STRANGER_S", 1.0)
+    monkeypatch.setattr(connection_gate, "UNAUTHENTICATED_S", 1.0)
     monkeypatch.setattr(connection_gate, "MAX_UNPROVEN", 4)
     receives(bench)
     context = zmq.Context()
@@ -309,7 +309,7 @@ def test_strangers_connections_end(bench, monkeypatch):
     receives(bench, "meanwhile")
     until(lambda: bench.decode._gate.closed >= 14)
     until(lambda: bench.decode._gate.unproven == 0)
-    bench.wait_metrics("decode", strangers_closed=bench.decode._gate.closed)
+    bench.wait_metrics("decode", unauthenticated_closed=bench.decode._gate.closed)
     for connection in silent:
         connection.settimeout(5)
         while connection.recv(100):
@@ -334,7 +334,7 @@ def test_what_speaks_no_zmtp_3_is_refused(bench):
 def test_strangers_of_one_name_hold_no_descriptors(bench, monkeypatch):
     """libzmq never closes a connection whose name another took while messages of it were waiting."""
     monkeypatch.setattr(worker_d, "MAX_STUCK", 20)
-    monkeypatch.setattr(connection_gate, "STRANGER_S", 0.5)
+    monkeypatch.setattr(connection_gate, "UNAUTHENTICATED_S", 0.5)
     receives(bench)
     idle = [socket.create_connection((HOST, bench.port)) for _ in range(30)]
     until(lambda: bench.decode._gate.closed >= 30 and not bench.decode._gate.stuck)  # these libzmq closes
@@ -359,20 +359,20 @@ def test_strangers_of_one_name_hold_no_descriptors(bench, monkeypatch):
 def test_a_control_port_that_is_opened_anew_costs_no_transfer(bench, monkeypatch):
     bench.expect("r", [3, 4])
     bench.compute("r", [[0]], 2, whole=False)
-    until(lambda: bench.decode.consumer.live == {"r": "reading"})
+    until(lambda: bench.decode.protocol.live == {"r": "reading"})
     before = bench.decode._router
     monkeypatch.setattr(worker_d, "MAX_STUCK", 0)
     until(lambda: bench.decode._router is not before)
     monkeypatch.setattr(worker_d, "MAX_STUCK", 256)
     time.sleep(3 * LIMITS.lease_s)
-    assert bench.decode.consumer.live == {"r": "reading"}
-    assert bench.prefill.producer.open_requests == {"r"}
-    assert not bench.decode.consumer.counts.retries
+    assert bench.decode.protocol.live == {"r": "reading"}
+    assert bench.prefill.protocol.open_requests == {"r"}
+    assert not bench.decode.protocol.counts.retries
 
 
 def test_a_message_without_an_end_is_ended(bench, monkeypatch):
     """libzmq keeps the parts of a message until the last: none is seen here before."""
-    monkeypatch.setattr(connection_gate, "STRANGER_BYTES", 1 << 20)
+    monkeypatch.setattr(connection_gate, "UNAUTHENTICATED_BYTES", 1 << 20)
     context = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     stranger.setsockopt(zmq.RECONNECT_IVL, -1)

@@ -10,10 +10,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.connectors.pd_bench import BLOCKS, FACTS, HOST, LAYERS, LIMITS, Bench, Memmove, metadata
+from tests.connectors.pd_bench import (
+    BLOCKS,
+    FACTS,
+    HOST,
+    LAYERS,
+    LIMITS,
+    Bench,
+    Memmove,
+    make_caches,
+    metadata,
+)
 from vllm_kvoffload.connectors.sfa_remote_d2h import io_thread, reads, worker_d
 from vllm_kvoffload.connectors.sfa_remote_d2h.layout import Layout
-from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure
+from vllm_kvoffload.connectors.sfa_remote_d2h.pending import Failure, ReadOrder
+from vllm_kvoffload.connectors.sfa_remote_d2h.wire import Hello
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_d import DecodeWorker
 from vllm_kvoffload.connectors.sfa_remote_d2h.worker_p import PrefillWorker
 from vllm_kvoffload.metrics import find_stats
@@ -124,6 +135,28 @@ def test_both_sides_publish_metrics(bench):
     assert bench.metrics()["decode"]["pulled_bytes"] == pulled_bytes
     bench.close()
     assert not find_stats(os.getpid(), bench.instance)
+
+
+def test_a_rank_may_read_other_blocks_of_the_main_kv_than_of_the_indexer():
+    """As with several decode ranks, which divide the main KV of a prompt among them."""
+    engine, prefill = Memmove(), Memmove()
+    ours, theirs = make_caches(torch.zeros), make_caches(torch.rand)
+    layout, remote = Layout.of(ours, BLOCKS), Layout.of(theirs, BLOCKS)
+    engine.register(layout.regions)
+    prefill.register(remote.regions)
+    hello = Hello("s", "e", 1, 0, "d", BLOCKS, remote.layers, prefill.local_metadata(), 1.0, False, "", FACTS)
+    made = reads.Reads(engine, layout)
+    assert made.meet(hello) == ""
+    made.begin(ReadOrder(7, "s", "r", range(LAYERS), main=((3, 1),), indexer=((4, 2), (5, 1))))
+    ended = []
+    while not ended:
+        ended, _ = made.poll()
+    assert ended == [(7, "")]
+    for name, cache in ours.items():
+        expected = torch.zeros_like(cache)
+        for here, there in ((4, 2), (5, 1)) if "indexer" in name else ((3, 1),):
+            expected[here] = theirs[name][there]
+        assert torch.equal(cache, expected), name
 
 
 def test_reads_follow_each_other_without_a_wait(bench, monkeypatch):
@@ -257,7 +290,7 @@ def test_prefill_of_another_layout_is_refused(bench, caplog):
     assert bench.wait_freed(3.0)[0] == {"r"}
     assert bench.wait("r", 12) == {3, 4}
     reason = "prefill and decode differ in dtype (prefill float32, decode float16)"
-    layout = bench.prefill.producer.hello.digest
+    layout = bench.prefill.protocol.hello.digest
     assert bench.failures == {"r": Failure(reason, "mismatch", layout)}
     assert any(reason in record.message and "prefill rank" in record.message for record in caplog.records)
     assert any(reason in record.message and "decode rank" in record.message for record in caplog.records)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -154,3 +154,25 @@ class Gates(RuleBasedStateMachine):
 
 TestGates = Gates.TestCase
 TestGates.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+PIECES = st.builds(Storage, st.integers(0, 40), st.just(1), st.integers(1, 25))
+
+
+@given(st.lists(st.lists(PIECES, min_size=1, max_size=2), min_size=2, max_size=6))
+def test_layers_block_each_other_exactly_where_memory_overlaps_through_others(layers):
+    pieces = [(layer, piece) for layer, mine in enumerate(layers) for piece in mine]
+    component = list(range(len(pieces)))
+    for _ in pieces:
+        for m, (_, a) in enumerate(pieces):
+            for n, (_, b) in enumerate(pieces):
+                if a.overlaps(b):
+                    component[m] = component[n] = min(component[m], component[n])
+    shared = {(layer, component[m]) for m, (layer, _) in enumerate(pieces)}
+    joined = [{other for other, c in shared if (layer, c) in shared} for layer in range(len(layers))]
+    for first in range(len(layers)):
+        gates = SlotGates(layers, range(len(layers)))
+        gates.occupy(first)
+        for other in range(len(layers)):
+            blocked = bool(gates.blockers(other, []))
+            assert blocked == (other != first and other in joined[first]), (first, other)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_kvoffload.geometry import Component, KVGeometry
@@ -141,6 +141,7 @@ def test_factor_stays_below_the_promise(case):
     assert plan.tokens == (plan.num_blocks - 1) * case.block_size
 
 
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(cases())
 def test_the_named_fixes_work(case):
     """Whatever an error tells the user to set is accepted when they set it."""

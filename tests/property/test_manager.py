@@ -338,6 +338,39 @@ def test_a_follower_needs_its_owners_plan_in_this_step(runtime: CPURuntime) -> N
         manager.delivery.deliver(1, plan.topk[0], new_rows, manager.step)
 
 
+def test_a_partition_is_freed_only_when_no_copy_writes_to_it(
+    monkeypatch: pytest.MonkeyPatch, runtime: CPURuntime
+) -> None:
+    """A step that failed leaves fetches behind, which the next owner of the partition must not meet."""
+    setup = Setup(pattern="FS")
+    rank = Rank(setup, runtime, setup.host_layers())
+    plan = decoding(rank, setup)
+    (req_id,) = rank.manager.step.decode_ids
+    rank.manager.hot.reset_partition(
+        int(rank.manager.step.decode_partitions[0])
+    )  # all rows are fetched again
+    fetches = Faulty(monkeypatch, "dsa_serve")
+    real, owner_done = fetches._real, threading.Event()
+
+    def serve(*args: Any) -> Any:
+        if owner_done.is_set():  # the follower's, ahead of time
+            assert fetches.go_on.wait(20)
+        owner_done.set()
+        return real(*args)
+
+    monkeypatch.setattr(ops, "dsa_serve", serve)
+    fetches.go_on.clear()
+    with pytest.raises(Boom):
+        rank.run(plan, (0, 0))
+    released = threading.Thread(target=rank.manager.release, args=([req_id],))
+    released.start()
+    released.join(0.05)
+    assert rank.manager.partitions.live == (req_id,)
+    fetches.go_on.set()
+    released.join(10)
+    assert rank.manager.partitions.live == ()
+
+
 def test_rows_of_a_step_are_let_go(runtime: CPURuntime) -> None:
     setup = Setup()
     rank = Rank(setup, runtime, setup.host_layers())

@@ -24,11 +24,12 @@ from vllm_kvoffload.proxy.settings import Deadlines, ProxyLimits
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 MISSING = b"GET /none HTTP/1.1\r\nhost: x\r\n\r\n"
+JSON = b"content-type: application/json"
 BODY = b'{"prompt": "a b c", "max_tokens": 2}'
 
 
 def post(body: bytes = BODY, *fields: bytes, path: bytes = b"/v1/completions") -> bytes:
-    head = b"".join(b"%b\r\n" % field for field in (b"host: x", *fields))
+    head = b"".join(b"%b\r\n" % field for field in (b"host: x", JSON, *fields))
     return b"POST %b HTTP/1.1\r\n%bcontent-length: %d\r\n\r\n%b" % (path, head, len(body), body)
 
 
@@ -38,7 +39,7 @@ def metaserver(w: World) -> bytes:
 
 def chunked(*chunks: bytes, trailers: bytes = b"") -> bytes:
     data = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n%b\r\ntransfer-encoding: chunked\r\n\r\n" % JSON
     return head + data + b"0\r\n" + trailers + b"\r\n"
 
 
@@ -222,7 +223,10 @@ def test_a_last_answer_arrives_while_the_body_is_still_sent(version: bytes) -> N
                 (b"/health", 9999999, 405),
             ):
                 async with connection(w) as (reader, writer):
-                    writer.write(b"POST %b %b\r\ncontent-length: %d\r\n\r\n" % (path, version, size))
+                    writer.write(
+                        b"POST %b %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+                        % (path, version, size)
+                    )
                     for _ in range(64):
                         writer.write(b"x" * 65536)
                         await writer.drain()
@@ -241,9 +245,7 @@ def test_expect_and_early_answers_keep_the_framing() -> None:
                 assert await reader.readexactly(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
                 writer.write(BODY)
                 assert (await answer(reader))[0] == 200
-            big = (
-                b"POST /v1/completions HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 9999999999\r\n\r\n"
-            )
+            big = post(b"", b"expect: 100-continue").replace(b"length: 0", b"length: 9999999999")
             assert await talk(w, big, end=False) == [413], "refused before it is read"
             assert await talk(w, post(b"x" * (1 << 20), path=metaserver(w)) + HEALTH) == [413, 200]
 
@@ -500,6 +502,7 @@ def test_api_keys() -> None:
             assert await talk(w, post(BODY, "authorization: Bearer \xe9".encode("latin-1"))) == [401]
             assert await talk(w, post(BODY, b"authorization: bearer two")) == [200]
             assert await talk(w, b"GET /v1/models HTTP/1.1\r\n\r\n" + HEALTH) == [401, 200]
+            assert await talk(w, post(path=b"/tokenize") + HEALTH) == [401, 200]
             assert await talk(w, post(b"{}", path=metaserver(w))) == [404]
 
     run(scenario)

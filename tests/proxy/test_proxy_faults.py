@@ -335,8 +335,8 @@ def test_client_that_stops_reading_is_cut_off() -> None:
             _, writer = await asyncio.open_connection("127.0.0.1", w.settings.port, limit=1024)
             body = b'{"prompt": "a b c", "stream": true}'
             writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
-                % (len(body), body)
+                b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
+                b"host: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
             )
             for _ in range(100):
                 if w.d.exchanges:

@@ -18,7 +18,14 @@ from vllm_kvoffload.proxy.calls import parse_call, prefix_hashes
 from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, RequestRefused
 from vllm_kvoffload.proxy.http_client import request_bytes
 from vllm_kvoffload.proxy.jsontext import decode_json
-from vllm_kvoffload.proxy.recompute import CannotContinue, Transcript, continued_body
+from vllm_kvoffload.proxy.recompute import (
+    CannotContinue,
+    Identity,
+    Transcript,
+    continuation_event,
+    continued_body,
+    joined_answer,
+)
 from vllm_kvoffload.proxy.rendezvous import (
     Message,
     Notice,
@@ -142,7 +149,10 @@ def test_what_shapes_the_prompt_stays() -> None:
 
 
 @given(
-    st.lists(st.one_of(st.text(max_size=3), st.lists(st.integers(0, 9), max_size=3)), max_size=5),
+    st.one_of(
+        st.lists(st.text(max_size=3), max_size=5),
+        st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=5),
+    ),
     st.integers(1, 4),
 )
 def test_sub_requests_of_a_list(prompts: list[Any], n: int) -> None:
@@ -156,6 +166,21 @@ def test_sub_requests_of_a_list(prompts: list[Any], n: int) -> None:
         assert child.body["prompt"] == (prompts[child.index // n] if prompts else [])
         assert child.prefill.tokens >= 1
         assert child.decode.tokens > child.prefill.tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "seeds"),
+    [
+        ({"n": "2", "seed": 7}, [7, 8]),
+        ({"n": 2.0, "seed": "7"}, ["7", 8]),
+        ({"n": True, "seed": 7}, [7]),
+        ({"n": 3, "seed": -1}, [-1, -1, -1]),
+        ({"n": 2, "seed": None}, [None, None]),
+    ],
+)
+def test_numbers_are_read_as_vllm_reads_them(fields: dict[str, Any], seeds: list[Any]) -> None:
+    call = parse_call("completion", json.dumps({"prompt": "a", **fields}).encode())
+    assert [sub_request.body["seed"] for sub_request in call.sub_requests] == seeds
 
 
 def test_weights_are_tokens() -> None:
@@ -352,7 +377,10 @@ def test_usage() -> None:
     assert usage["completion_tokens"] == 8
     assert usage["total_tokens"] == 18
     assert usage["prompt_tokens_details"] == {"cached_tokens": 10}, "no more than there is"
+    usage["completion_tokens_details"] = {"reasoning_tokens": 3}
     total = add_usage([(usage, True), (usage, False)])
+    assert total["completion_tokens_details"] == {"reasoning_tokens": 6}
+    assert total.get("prompt_tokens_details") == usage.get("prompt_tokens_details")
     assert (total["prompt_tokens"], total["completion_tokens"], total["total_tokens"]) == (10, 16, 26)
 
 
@@ -418,6 +446,19 @@ def test_what_can_not_go_on(body: dict[str, Any]) -> None:
         transcript.check_continues(body)
     with pytest.raises(CannotContinue):
         continued_body("completion", {"prompt": [1]}, "a", 1, None)
+
+
+def test_a_continuation_counts_text_offsets_from_the_beginning() -> None:
+    def logprobs(*offsets: int) -> dict[str, Any]:
+        return {"tokens": ["t"] * len(offsets), "text_offset": list(offsets)}
+
+    event: dict[str, Any] = {"choices": [{"text": "c", "logprobs": logprobs(0, 1)}]}
+    made = continuation_event(event, Identity(), UsageFacts(), offset=5)
+    assert made is not None
+    assert made["choices"][0]["logprobs"] == logprobs(5, 6)
+    first, second = ({"choices": [{"text": text, "logprobs": logprobs(0, 1)}]} for text in ("abc", "de"))
+    joined = joined_answer("completion", first, second)["choices"][0]
+    assert (joined["text"], joined["logprobs"]) == ("abcde", logprobs(0, 1, 3, 4))
 
 
 def test_transcript_digests_long_answers() -> None:

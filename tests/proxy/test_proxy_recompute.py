@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,6 +60,31 @@ def test_streamed_completion(last_word: bool, usage: bool) -> None:
             assert (last.body["max_tokens"], last.body["min_tokens"]) == (3, 0)
             assert sum(len(p.exchanges) for p in w.prefillers) == 3, "prefill is dispatched for each"
             assert w.p.exchanges[-1].body["prompt"] == "a b c" + words(3, 5)
+
+    run(scenario())
+
+
+def test_text_offsets_of_a_stream_go_on() -> None:
+    """Each engine counts the characters of its own output."""
+
+    async def part(exchange: Exchange, count: int, *, gives_up: bool) -> None:
+        await exchange.start_stream()
+        await exchange.rendezvous()
+        for index in range(count):
+            choice = exchange.choice("ab", None if gives_up or index < count - 1 else "length")
+            choice["logprobs"] = {"tokens": ["ab"], "text_offset": [2 * index]}
+            await exchange.event(exchange.shell([choice]))
+        if gives_up:
+            await exchange.event(exchange.shell([exchange.choice("", "stop", "recomputed")]))
+        await exchange.end_stream(count)
+
+    async def scenario() -> None:
+        async with world() as w:
+            for count, gives_up in ((2, True), (1, True), (2, False)):
+                w.d.behaviours.append(partial(part, count=count, gives_up=gives_up))
+            found = await w.stream(max_tokens=5, logprobs=0)
+            offsets = [c["logprobs"]["text_offset"] for e in found for c in e.get("choices", ())]
+            assert offsets == [[0], [2], [4], [6], [8]]
 
     run(scenario())
 

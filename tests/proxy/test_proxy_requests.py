@@ -130,11 +130,16 @@ def test_more_prompts_than_the_engine_has_threads(stream: bool) -> None:
         ({"prompt_embeds": "x"}, "prompt_embeds"),
         ({"best_of": 3}, "best_of"),
         ({"n": 0}, "n"),
-        ({"n": "2"}, "n"),
+        ({"n": "two"}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"n": 2, "seed": "x"}, "seed"),
         ({"n": 2000}, "n"),
         ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": "-1"}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -1.0}, "truncate_prompt_tokens"),
         ({"stream": "yes"}, "stream"),
         ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": ["a", [1]]}, "prompt"),
     ],
 )
 def test_refused(body: dict[str, Any], param: str) -> None:
@@ -163,7 +168,7 @@ def test_small_endpoints() -> None:
             assert (await w.client.get("/nowhere")).status_code == 404
             assert (await w.client.get("/v1/completions")).status_code == 405
             assert (await w.client.get("/admin/instances")).status_code == 404, "no token, no admin"
-            broken = await w.client.post("/v1/completions", content=b"{")
+            broken = await w.client.post("/v1/completions", content=b"{", headers=JSON)
             assert (broken.status_code, broken.json()["error"]["code"]) == (400, 400)
 
     run(scenario())
@@ -270,6 +275,61 @@ def test_the_answers_id_opens_nothing() -> None:
 
 
 MB = 1 << 20
+JSON = {"content-type": "application/json"}
+
+
+def test_bodies_that_are_not_declared_as_json_are_refused_as_by_vllm() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+                for headers in ({}, {"content-type": "text/plain"}, {"content-type": "application/jsonl"}):
+                    answer = await w.client.post(path, content=b'{"prompt": "a"}', headers=headers)
+                    assert answer.status_code == 400
+                    assert "application/json" in answer.json()["error"]["message"]
+            assert not w.d.exchanges
+            headers = {"content-type": "Application/JSON; charset=utf-8"}
+            answer = await w.client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+            assert answer.status_code == 200
+
+    run(scenario())
+
+
+def test_requests_without_kv_are_forwarded_to_one_decode_engine() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            answer = await w.client.post("/tokenize", json={"prompt": "a b"})
+            assert answer.status_code == 200
+            assert len(answer.json()["tokens"]) == 2
+            assert (await w.client.get("/tokenize")).status_code == 405
+            for method, path in (
+                ("GET", "/load"),
+                ("POST", "/reset_prefix_cache"),
+                ("POST", "/v1/embeddings"),
+            ):
+                assert (await w.client.request(method, path, json={})).status_code == 404, "not on the list"
+            long = await w.client.post("/tokenize", json={"prompt": "x" * (5 * MB)})
+            assert long.status_code == 413
+            w.d.tokenizes = False
+            assert (await w.client.post("/tokenize", json={"prompt": "a"})).status_code == 404
+            await w.settle()
+            assert w.app.core.held.used == 0
+
+    run(scenario())
+
+
+def test_streams_tell_relays_not_to_hold_tokens_back() -> None:
+    async def scenario() -> None:
+        async with (
+            world() as w,
+            w.client.stream(
+                "POST", "/v1/completions", json={"prompt": "a", "stream": True, "max_tokens": 1}
+            ) as answer,
+        ):
+            await answer.aread()
+            assert answer.headers["cache-control"] == "no-cache"
+            assert answer.headers["x-accel-buffering"] == "no"
+
+    run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -290,7 +350,7 @@ MB = 1 << 20
 def test_a_request_costs_no_more_than_its_budget(raw: bytes, status: int, why: str) -> None:
     async def scenario() -> None:
         async with world(max_held_bytes=8 * MB) as w:
-            answer = await w.client.post("/v1/completions", content=raw)
+            answer = await w.client.post("/v1/completions", content=raw, headers=JSON)
             assert answer.status_code == status, answer.text
             assert why in answer.json()["error"]["message"]
             assert not w.d.exchanges

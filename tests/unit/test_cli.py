@@ -115,7 +115,7 @@ def test_no_baseline_is_valid_json(config_file):
     ("config", "options", "words"),
     [
         ({"model_type": "llama"}, (), ["index_topk=None", "no sparse attention indexer"]),
-        (glm_5_3(), ("--topk-buffer-size", 6144), ["topk_buffer_size=6144", "set it to 4096 or 8192"]),
+        (glm_5_3(), ("--topk-buffer-size", 6000), ["topk_buffer_size=6000", "set it to 4096 or 8192"]),
         (glm_5_3(), ("--num-speculative-tokens", 3), ["topk_buffer_size=4096", "set it to 8192"]),
         (glm_5_3(), ("--ways", 8), ["ways=8", "set it to 16"]),
         (glm_5_3(), ("--placement", "two"), ["placement='two'", "one_set, two_sets"]),

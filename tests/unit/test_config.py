@@ -7,6 +7,7 @@ import pytest
 from vllm_kvoffload.policies import POLICIES
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.offload import (
+    SECTION,
     EngineFacts,
     SparseOffloadConfig,
     parse_sparse_offload,
@@ -301,6 +302,68 @@ def test_hot_pool_size(size, ways, changes, rule, fix):
     assert_one_clear_line(caught.value, "sparse_kv_offload_config.topk_buffer_size", size, rule, fix)
     for suggestion in caught.value.fix.removeprefix("set it to ").split(" or "):
         validate_sparse_offload(replace(config, topk_buffer_size=int(suggestion)), facts)
+
+
+@pytest.mark.parametrize(
+    ("given", "ways", "used"),
+    [
+        (6144, 16, 4096),
+        (12288, 16, 8192),
+        (18432, 16, 16384),
+        (20480, 32, 16384),
+        (2176, 16, 2048),
+        (4096, 32, 4096),
+    ],
+)
+def test_sizes_of_vllm_ascend_are_rounded_down(given, ways, used):
+    """Its sizes are multiples of blocks; a partition here has a power of two of sets."""
+    config = parse_sparse_offload({SECTION: {"enabled": True, "topk_buffer_size": given, "ways": ways}})
+    assert config.topk_buffer_size == used
+    validate_sparse_offload(config, DECODE)
+    assert (config.rounded == "") == (used == given)
+    assert used == given or all(
+        word in config.rounded for word in (str(given), str(used), "topk_buffer_size")
+    )
+
+
+def test_a_size_that_is_too_small_once_rounded_is_refused_as_it_was_given():
+    config = parse_sparse_offload({SECTION: {"enabled": True, "topk_buffer_size": 6144}})
+    with pytest.raises(ConfigError) as caught:
+        validate_sparse_offload(config, replace(DECODE, num_speculative_tokens=2))
+    assert_one_clear_line(
+        caught.value,
+        "sparse_kv_offload_config.topk_buffer_size",
+        6144,
+        "gives hot pools of 4096 slots (a power of two of sets), which must be at least 6144",
+        "set it to 8192",
+    )
+
+
+@pytest.mark.parametrize("size", [4100, 6145, 100, 8])
+def test_sizes_that_are_no_multiple_of_a_block_are_not_rounded(size):
+    assert parse_sparse_offload({SECTION: {"topk_buffer_size": size}}).topk_buffer_size == size
+
+
+def test_keys_of_vllm_ascend_that_switch_nothing_on_are_accepted():
+    section = {"enabled": True, "use_fused_overlap": False, "fused_op_type": "none"}
+    assert parse_sparse_offload({SECTION: section}) == parse_sparse_offload({SECTION: {"enabled": True}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("use_fused_overlap", True, "on a stream of its own"),
+        ("use_fused_overlap", "false", "must be true or false"),
+        ("fused_op_type", "fused_copy_sfa", "operators of its own"),
+        ("fused_op_type", None, "operators of its own"),
+        ("fused_op", "none", "did you mean 'fused_op_type'"),
+    ],
+)
+def test_keys_of_vllm_ascend_that_would_switch_something_on_are_refused(key, value, rule):
+    with pytest.raises(ConfigError) as caught:
+        parse_sparse_offload({SECTION: {"enabled": True, key: value}})
+    assert caught.value.key == f"sparse_kv_offload_config.{key}"
+    assert rule in caught.value.rule
 
 
 def test_valid_buffer_sizes():

@@ -70,7 +70,7 @@ def receive_seconds() -> Histogram:
 
 
 _ERRORS = Field("control_errors", "counter", "Errors that the control thread caught, and went on.")
-_REFUSED = Field("frames_refused", "counter", "Frames that were no message, or from a stranger.")
+_REFUSED = Field("frames_refused", "counter", "Frames that were no message, or from an unauthenticated peer.")
 _PEERS = Field("peer_ranks", "gauge", "Ranks of the other engine that this one is in touch with.")
 
 PREFILL = FieldSet(
@@ -106,7 +106,7 @@ DECODE = FieldSet(
         *receive_seconds().fields("Seconds from the allocation of a request's blocks until it is received."),
         _PEERS,
         _REFUSED,
-        Field("strangers_closed", "counter", "Connections closed that never introduced themselves."),
+        Field("unauthenticated_closed", "counter", "Connections closed that never introduced themselves."),
         _ERRORS,
     ),
 )

@@ -11,6 +11,7 @@
 
 #define __aicore__
 #define __global__
+#define __schedmode__(mode)  // cores of a launch always run together here
 #define __gm__
 #define __ubuf__
 #define GM_ADDR __gm__ uint8_t*

@@ -42,7 +42,9 @@ __aicore__ inline void dsa_plan(const PlanArguments& args, const PlanTiling& til
 
 }  // namespace kvoffload::ascendc
 
-extern "C" __global__ __aicore__ void kvoffload_dsa_plan(
+// Batch scheduling: the kernel starts only when all its cores are free. Otherwise another stream's kernel could hold some
+// of them while the others wait for them in SyncAll.
+extern "C" __schedmode__(1) __global__ __aicore__ void kvoffload_dsa_plan(
     GM_ADDR topk, GM_ADDR query_start_loc, GM_ADDR seq_lens, GM_ADDR rows, GM_ADDR tags, GM_ADDR ages, GM_ADDR hands,
     GM_ADDR high, GM_ADDR slots, GM_ADDR new_slots, GM_ADDR miss_ids, GM_ADDR miss_slots, GM_ADDR miss_counts,
     GM_ADDR stats, GM_ADDR kinds, GM_ADDR miss_positions, GM_ADDR workspace,

@@ -277,7 +277,9 @@ class Gather {
 
 }  // namespace kvoffload::ascendc
 
-extern "C" __global__ __aicore__ void kvoffload_gather_selection(
+// Batch scheduling: the kernel starts only when all its cores are free. Otherwise another stream's kernel could hold some
+// of them while the others wait for them in SyncAll.
+extern "C" __schedmode__(1) __global__ __aicore__ void kvoffload_gather_selection(
     GM_ADDR host0, GM_ADDR host1, GM_ADDR new_rows0, GM_ADDR new_rows1, GM_ADDR selection0, GM_ADDR selection1,
     GM_ADDR status, GM_ADDR topk, GM_ADDR query_start_loc, GM_ADDR seq_lens, GM_ADDR rows, GM_ADDR block_table,
     GM_ADDR lengths, GM_ADDR reports, kvoffload::ascendc::GatherTiling tiling) {
