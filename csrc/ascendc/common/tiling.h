@@ -8,7 +8,7 @@
 
 namespace kvoffload::ascendc {
 
-inline constexpr int64_t kUbBytes = 192 * 1024;  // Atlas A2 and A3
+inline constexpr int64_t kUbBytes = 192 * 1024 - 256;  // Atlas A2 and A3; the end is CANN's own
 inline constexpr int64_t kMaxCores = 64;         // a device has 40 to 50 vector cores
 inline constexpr int64_t kMaxRowBytes = 8 * 1024;
 inline constexpr int64_t kMaxBatchRows = 32;
