@@ -4,6 +4,7 @@
 - ``plan/pP/default``: the same for the default policy.
 - ``plan/hits/pP/POLICY``: distinct ids hit, in per cent; baseline: the exact LRU's.
 - ``plan/compact/pP``: the default policy, for compact delivery; baseline: in place.
+- ``plan/two_sets/pP``: rrip3 where an id has two sets of 8 ways; baseline: the default's cost.
 - ``plan/policy_cost/POLICY`` and ``default``: at P = 8192; baseline: fifo's cost.
 - ``plan/flat_in_p/pP/rowsR``: the default policy on streams whose misses don't depend on P; baseline: P of
   4096. 64 partitions are planned from memory, 8 from a core's cache.
@@ -53,10 +54,18 @@ def spread(streams: list[Ids], num_partitions: int = PARTITIONS) -> Ids:
 class PlanContender:
     """dsa_plan on its own residency."""
 
-    def __init__(self, policy: str, slots: int, steps: Ids, *, compact: bool = False) -> None:
+    def __init__(
+        self,
+        policy: str,
+        slots: int,
+        steps: Ids,
+        *,
+        compact: bool = False,
+        placement: str = ops.DEFAULT_PLACEMENT,
+    ) -> None:
         num_partitions = steps.shape[1]
         self.steps = [torch.from_numpy(step) for step in steps]
-        self.residency = ops.Residency.allocate(num_partitions, slots, policy=policy)
+        self.residency = ops.Residency.allocate(num_partitions, slots, policy=policy, placement=placement)
         self.out = ops.PlanOut(num_partitions, num_partitions, TOPK, 1, compact=compact)
         self.workspace = ops.Workspace()
         self.starts = torch.arange(num_partitions + 1, dtype=torch.int32)
@@ -107,6 +116,8 @@ def against_lru(slots: int, steps: Ids) -> Iterator[Row]:
     lru = LRUContender(slots, steps)
     contenders: dict[str, Callable[[int], object]] = {policy: plans[policy] for policy in ops.POLICIES}
     contenders |= {"lru": lru, "compact": PlanContender(ops.DEFAULT_POLICY, slots, steps, compact=True)}
+    two_sets = PlanContender("rrip3", slots, steps, placement="two_sets")
+    contenders |= {"two_sets": two_sets}
     cost = interleave(contenders, WARM_UP, ROUNDS)
     baseline = microseconds_per_partition(cost["lru"])
     for policy in ops.POLICIES:
@@ -117,6 +128,9 @@ def against_lru(slots: int, steps: Ids) -> Iterator[Row]:
     yield lower_is_better(f"plan/p{slots}/default", default, "us/row", baseline)
     compact = microseconds_per_partition(cost["compact"])
     yield lower_is_better(f"plan/compact/p{slots}", compact, "us/row", default)
+    value = microseconds_per_partition(cost["two_sets"])
+    yield lower_is_better(f"plan/two_sets/p{slots}", value, "us/row", default)
+    plans["two_sets"] = two_sets
     for policy, plan in plans.items():
         yield higher_is_better(f"plan/hits/p{slots}/{policy}", plan.hit_percent(), "%", lru.hit_percent())
     if slots == 8192:

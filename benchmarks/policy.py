@@ -5,6 +5,7 @@ empty pool (``docs/policies.md`` has more). A ratio above 1 means fewer misses t
 
 - ``policy/MODEL/8k/default``: the default policy and ways; baseline: exact LRU, fully associative.
 - ``policy/MODEL/SIZE/POLICY/WAYS``: all policies of the plan, sizes of 4K, 8K and 16K; baseline: exact LRU.
+  WAYS are ``2x8`` where an id has two sets of 8 ways each.
 - ``policy/MODEL/SIZE/POLICY``: reference policies, likewise.
 - ``policy/MODEL/8k/against_fifo_cann``: the default; baseline: the set-associative FIFO of CANN's offload.
 """

@@ -10,6 +10,7 @@ from typing import Protocol, cast
 # Name -> module, imported on demand, so that one benchmark does not need another's dependencies.
 BENCHMARKS = {
     "low_load": "benchmarks.low_load",
+    "npu_cycles": "benchmarks.npu_cycles",
     "plan": "benchmarks.plan",
     "policy": "benchmarks.policy",
     "prefill": "benchmarks.prefill",

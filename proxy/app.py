@@ -16,6 +16,7 @@ from vllm_kvoffload.proxy import fanout
 from vllm_kvoffload.proxy.admin import Admin
 from vllm_kvoffload.proxy.asgi import (
     FREE_BYTES,
+    SLOWEST,
     SSE,
     ClientGone,
     Guard,
@@ -26,6 +27,7 @@ from vllm_kvoffload.proxy.asgi import (
     Send,
     check_content_type,
     check_length,
+    flushed,
     header,
     is_gone,
     read_body,
@@ -34,7 +36,7 @@ from vllm_kvoffload.proxy.asgi import (
     respond_json,
     transport_of,
 )
-from vllm_kvoffload.proxy.balance import fits
+from vllm_kvoffload.proxy.balance import Instance, fits
 from vllm_kvoffload.proxy.calls import Call, parse_call
 from vllm_kvoffload.proxy.core import Core, Trace, logger
 from vllm_kvoffload.proxy.dispatch import Route
@@ -66,6 +68,7 @@ FORWARDED = (  # answered by one decode engine alone: no KV is made
 KINDS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 MESSAGE_LIMIT = 64 << 10  # bytes of a rendezvous post
 FORWARD_LIMIT = 4 << 20  # bytes of a text to tokenize
+FORWARD_TRIES = 2  # engines that may see a request without KV: it may be what keeps them from answering
 DIGEST_SHOWN = 12  # digits of a layout's digest in /health
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -206,22 +209,40 @@ class ProxyApp:
         path = f"{scope['path']}?{query}" if query else scope["path"]
         now = time.monotonic()
         failure: HttpFailure = NoInstanceError("decode")
+        suspects: list[Instance] = []  # saw the request and did not answer
         for instance in self.core.decoders.available(now):
             try:
                 status, answer, kind = await self.core.control(
                     instance.address, scope["method"], path, body, _passed_on(scope)
                 )
             except UpstreamError as error:
-                instance.health.failed(now, unreachable=not error.sent)
                 failure = HttpFailure.of(502, str(error), kind="UpstreamError")
+                if not error.sent:
+                    instance.health.failed(now, unreachable=True)
+                    continue
+                suspects.append(instance)
+                if error.final or len(suspects) == FORWARD_TRIES:
+                    break
                 continue
+            for suspect in suspects:  # not the request's fault, since another engine answered it
+                suspect.health.failed(now)
             if status != 200 and not is_error(status):
                 message = f"{instance.address} answered with status {status}"
                 failure = HttpFailure.of(502, message, kind="UpstreamError")
                 continue
-            await respond(send, status, answer, kind)
+            await self._pass_on(send, status, answer, kind)
             return
         raise failure
+
+    async def _pass_on(self, send: Send, status: int, answer: bytes, kind: bytes) -> None:
+        """Sends a forwarded request's answer, which counts as held until the client has read it."""
+        hold = Hold(self.core.answers, FREE_BYTES)
+        try:
+            hold.need(len(answer))
+            await respond(send, status, answer, kind)
+            await flushed(send, self.settings.deadlines.client_stall + len(answer) / SLOWEST)
+        finally:
+            hold.release()
 
     async def _read_forwarded(self, scope: Scope, receive: Receive) -> bytes:
         check_content_type(scope)

@@ -20,7 +20,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Coroutine[Any, Any, None]]
 FREE_BYTES = 64 << 10  # of each body, which are not counted while it is read
-SLOWEST = 128 << 10  # minimum bytes a second of a long upload
+SLOWEST = 128 << 10  # minimum bytes a second of a long upload, and of a forwarded answer
 SSE = b"text/event-stream; charset=utf-8"
 
 
@@ -152,6 +152,19 @@ async def respond(
     fields = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
     await send({"type": "http.response.start", "status": status, "headers": fields})
     await send({"type": "http.response.body", "body": body})
+
+
+async def flushed(send: Send, seconds: float) -> None:
+    """Waits until the client has read nearly all of an answer, or is gone; cuts it off after ``seconds``."""
+    flow = getattr(getattr(send, "__self__", None), "flow", None)
+    if flow is None or not flow.write_paused:
+        return
+    try:
+        await asyncio.wait_for(flow.drain(), seconds)
+    except asyncio.TimeoutError:
+        transport = transport_of(send)
+        if transport is not None:
+            transport.abort()
 
 
 async def respond_json(send: Send, status: int, value: object) -> None:

@@ -83,8 +83,8 @@ def _refuse_unservable(body: Mapping[str, Any]) -> None:
         raise RequestRefused("echo with logprobs is not available: decode doesn't see the prompt", "echo")
     if body.get("best_of") not in (None, 1, body.get("n")):
         raise RequestRefused("best_of is not available", "best_of")
-    truncate = body.get("truncate_prompt_tokens")
-    if isinstance(truncate, int) and truncate < 0:
+    truncate = _whole(body, "truncate_prompt_tokens")
+    if truncate is not None and truncate < 0:
         # vLLM subtracts max_tokens here, which differs between the two engines.
         raise RequestRefused("give truncate_prompt_tokens as a number of tokens", "truncate_prompt_tokens")
     if not isinstance(body.get("stream"), (bool, type(None))):

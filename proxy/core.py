@@ -20,6 +20,7 @@ from vllm_kvoffload.proxy.settings import Address, ProxySettings
 
 logger = get_logger(__name__)
 CONTROL_LIMIT = 64 << 20  # limit for answers to short requests; /tokenize has the longest
+FORWARDED_SHARE = 4  # of the bytes that may be held, the part for such answers: short texts make long ones
 
 
 @dataclass
@@ -63,6 +64,7 @@ class Core:
         self.rendezvous = PendingRendezvous()
         self.posts_to = settings.metaserver, settings.failures  # built once: every request contains them
         self.held = ByteBudget(settings.max_held_bytes)
+        self.answers = ByteBudget(settings.max_held_bytes // FORWARDED_SHARE)  # of requests without KV
         shortest = min(vars(settings.deadlines).values())
         tls = settings.engine_tls.context() if settings.engine_tls is not None else None
         self.client = Client(settings.deadlines.connect, tick=min(0.5, shortest / 4), tls=tls)

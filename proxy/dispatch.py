@@ -370,6 +370,8 @@ def _answered_with(connection: EngineConnection, answer: bytes) -> HttpFailure:
 
 
 def _failed(instance: Instance, error: UpstreamError) -> None:
+    if error.final:
+        return  # the request's fault: an answer too large
     instance.health.failed(time.monotonic(), unreachable=not error.sent)
     if not error.sent:
         instance.restarted()  # the next process to accept connections there is a new one

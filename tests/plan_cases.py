@@ -14,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from vllm_kvoffload import ops
+from vllm_kvoffload.policies import PLACEMENT_TABLE
 
 INT32 = np.iinfo(np.int32)
 MAX_QUERY_LEN = 4
@@ -52,17 +53,28 @@ class Shape:
     sets: int
     topk: int
     policy: str
+    placement: str = "one_set"
+
+    @property
+    def set_ways(self) -> int:
+        return PLACEMENT_TABLE[self.placement].set_ways(self.ways)
 
     @property
     def slots_per_partition(self) -> int:
-        return self.ways * self.sets
+        return self.set_ways * self.sets
 
     @property
     def max_query_len(self) -> int:
         return min(MAX_QUERY_LEN, self.slots_per_partition // self.topk)
 
     def residency(self) -> ops.Residency:
-        return ops.Residency.allocate(self.num_partitions, self.slots_per_partition, self.ways, self.policy)
+        return ops.Residency.allocate(
+            self.num_partitions,
+            self.slots_per_partition,
+            self.ways,
+            self.policy,
+            placement=self.placement,
+        )
 
     @property
     def max_tokens(self) -> int:
@@ -199,12 +211,14 @@ def make_step(
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
     ways = draw(st.sampled_from([16, 32]))
-    sets = draw(st.sampled_from([1, 2, 4, 8]))
+    placement = draw(st.sampled_from(ops.PLACEMENTS))
+    sets_per_id = PLACEMENT_TABLE[placement].sets_per_id
+    sets = draw(st.sampled_from([1, 2, 4, 8])) * sets_per_id
+    slots = ways // sets_per_id * sets
     # The tightest case, where every slot may be needed, is as likely as any other.
-    topk = draw(st.one_of(st.integers(1, 32), st.just(ways * sets // 4), st.just(ways * sets)))
-    return Shape(
-        draw(st.integers(1, 4)), ways, sets, min(topk, ways * sets), draw(st.sampled_from(ops.POLICIES))
-    )
+    topk = draw(st.one_of(st.integers(1, 32), st.just(slots // 4), st.just(slots)))
+    policy = draw(st.sampled_from(ops.POLICIES))
+    return Shape(draw(st.integers(1, 4)), ways, sets, min(topk, slots), policy, placement)
 
 
 @st.composite

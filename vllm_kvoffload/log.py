@@ -54,7 +54,9 @@ class RateLimitedLog:
         now = self._clock()
         line = f"{self._subject} {kind}: {message}" if self._subject else message
         if len(self._next) >= KINDS_KEPT:
-            self._next = {known: at for known, at in self._next.items() if at > now}
+            known = list(self._next.items())  # one step of Python: other threads log here too
+            self._next = {one: at for one, at in known if at > now}
+            self._dropped = {one: n for one, n in list(self._dropped.items()) if one in self._next}
         if kind not in self._next and len(self._next) >= KINDS_KEPT:
             kind = "other"
         if now < self._next.get(kind, float("-inf")):

@@ -118,7 +118,13 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         instance, npu = str(self._kv_transfer_config.engine_id), current_npu()
         options = self._options
         if npu is None or role == "scheduler":  # the scheduler process may not use a device
-            return make_store(options.backend, local_bytes=options.local_bytes, role=role, instance=instance)
+            return make_store(
+                options.backend,
+                local_bytes=options.local_bytes,
+                role=role,
+                instance=instance,
+                qos_priority=options.qos_priority,
+            )
         from vllm_kvoffload.store.staged_copies import StagedCopies
 
         return make_store(
@@ -128,6 +134,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
             instance=instance,
             device_id=npu.current_device(),
             devices=StagedCopies(npu, caches),
+            qos_priority=options.qos_priority,
         )
 
     @property

@@ -175,6 +175,7 @@ void Core::need_spare(uint32_t bytes, SiteId site) {
 
 void Core::ub_read(SiteId site, const UbExtent& extent, uint32_t address, uint32_t bytes, void* to) {
   const Toucher by = toucher(Pipe::kS, site);
+  times.scalar(false);
   if (!check_access(Pipe::kS, by, {"tensor", false, address, bytes, 1, 0, false, extent})) {
     std::memset(to, kPoison, bytes);
     return;
@@ -184,16 +185,19 @@ void Core::ub_read(SiteId site, const UbExtent& extent, uint32_t address, uint32
 
 void Core::ub_write(SiteId site, const UbExtent& extent, uint32_t address, uint32_t bytes, const void* from) {
   const Toucher by = toucher(Pipe::kS, site);
+  times.scalar(true);
   if (check_access(Pipe::kS, by, {"tensor", true, address, bytes, 1, 0, false, extent})) {
     std::memcpy(ub() + address, from, bytes);
   }
 }
 
 void Core::gm_read(SiteId site, const void* from, uint64_t bytes, void* to) {
+  times.global_scalar();
   machine_.memory.scalar_read(toucher(Pipe::kS, site), known_[index_of(Pipe::kS)], from, bytes, to);
 }
 
 void Core::gm_write(SiteId site, void* to, uint64_t bytes, const void* from) {
+  times.global_scalar();
   machine_.memory.scalar_write(toucher(Pipe::kS, site), known_[index_of(Pipe::kS)], to, bytes, from);
 }
 
@@ -221,10 +225,21 @@ void Core::issue(Pipe pipe, SiteId site, std::span<const Access> accesses, std::
     if (access.write) inside &= check_access(pipe, by, access);
   }
   if (!inside) return;
+  take_time(pipe, site, accesses);
   if (machine_.options.schedule == Schedule::kEager) {
     effect();
   } else {
     push(pipe, {Pending::What::kRun, std::move(effect)});
+  }
+}
+
+void Core::take_time(Pipe pipe, SiteId site, std::span<const Access> accesses) {
+  uint64_t bytes = 0;  // of the largest operand
+  for (const Access& access : accesses) bytes = std::max(bytes, access.bytes * access.rows);
+  if (pipe == Pipe::kV) {
+    times.vector(bytes, machine_.sites.at(site).api == "Gatherb");
+  } else {
+    times.copy(pipe, bytes);
   }
 }
 
@@ -265,7 +280,10 @@ void Core::drain_all() {
   }
 }
 
-void Core::settle(Pipe pipe) { drain(pipe, queues_[index_of(pipe)].pushed()); }
+void Core::settle(Pipe pipe) {
+  times.settle(pipe);
+  drain(pipe, queues_[index_of(pipe)].pushed());
+}
 
 // Synchronisation ---------------------------------------------------------------------------------------------------
 
@@ -288,6 +306,7 @@ void Core::set_flag(Pipe from, Pipe to, int id, SiteId site) {
   Flag& flag = state->flag;
   if (flag.set) report(Kind::kFlagSetTwice, site, "sets a flag that has not been waited for since", flag.site);
   flag.set = true;
+  flag.time = times.flag_time(from);
   flag.dropped = off;
   flag.site = site;
   flag.clock = known_[index_of(from)];
@@ -306,6 +325,7 @@ void Core::wait_flag(Pipe from, Pipe to, int id, SiteId site) {
     stop();
   }
   flag.set = false;
+  times.wait(to, flag.time);
   if (off || flag.dropped) return;
   known_[index_of(to)].join(flag.clock);
   if (from == Pipe::kS) return;  // the scalar unit sets flags at once
@@ -329,6 +349,7 @@ void Core::barrier(Pipe pipe, SiteId site) {
 void Core::barrier_all(SiteId site) {
   if (site != kNoSite && dropped(site)) return;
   drain_all();
+  times.all_at(times.end());
   for (Clock& clock : known_) clock.done = issued_;
 }
 

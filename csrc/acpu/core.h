@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "acpu.h"
+#include "cost.h"
 #include "global_memory.h"
 #include "shadow.h"
 
@@ -131,6 +132,7 @@ class Core {
   bool internal = false;        // synchronising on the framework's own account: no site of the kernel
   void* pipe_object = nullptr;  // the TPipe itself, for GetTPipePtr
   uint32_t epoch = 0;
+  PipeTimes times;
 
  private:
   struct Flag {
@@ -138,6 +140,7 @@ class Core {
     bool dropped = false;
     Clock clock;
     SiteId site = kNoSite;
+    uint64_t time = 0;
     uint64_t position = 0;  // of the SetFlag in its pipe's queue
   };
   struct EventState {
@@ -167,6 +170,7 @@ class Core {
   bool check_extent(const Toucher& by, const Access& access);
   void touch_ub(const Toucher& by, const Access& access, uint64_t address, uint64_t bytes);
   EventState* event(Pipe from, Pipe to, int id, SiteId site);
+  void take_time(Pipe pipe, SiteId site, std::span<const Access> accesses);
   uint64_t push(Pipe pipe, Pending pending);
   void drain(Pipe pipe, uint64_t position);
   void drain_all();

@@ -123,7 +123,17 @@ void cancel_waiting(Machine& machine, std::vector<std::unique_ptr<Fiber>>& fiber
   }
 }
 
-void run_cores(Machine& machine, std::vector<std::unique_ptr<Fiber>>& fibers) {
+// Ends a phase: all cores go on when the slowest is there.
+void add_phase(const std::vector<std::unique_ptr<Fiber>>& fibers, uint64_t& begin, Cost& cost) {
+  uint64_t end = begin;
+  for (const auto& fiber : fibers) end = std::max(end, fiber->core.times.end());
+  cost.phases.push_back(end - begin);
+  begin = end + kCosts.sync_all;
+  for (const auto& fiber : fibers) fiber->core.times.all_at(begin);
+}
+
+void run_cores(Machine& machine, std::vector<std::unique_ptr<Fiber>>& fibers, Cost& cost) {
+  uint64_t begin = 0;
   const bool reverse = machine.options.schedule == Schedule::kLazy;
   for (;;) {
     size_t done = 0;
@@ -132,6 +142,7 @@ void run_cores(Machine& machine, std::vector<std::unique_ptr<Fiber>>& fibers) {
       fiber.resume();
       done += fiber.done;
     }
+    add_phase(fibers, begin, cost);
     if (done == fibers.size()) return;
     if (done > 0) return cancel_waiting(machine, fibers);
     for (auto& fiber : fibers) ++fiber->core.epoch;
@@ -175,9 +186,12 @@ Result Launch::run(const std::function<void()>& kernel) {
   for (int i = 0; i < options_.cores; ++i) {
     fibers.push_back(std::make_unique<Fiber>(machine, i, kernel, options_.fiber_stack_bytes));
   }
-  run_cores(machine, fibers);
   Result result;
-  for (auto& fiber : fibers) result.completed &= !fiber->stopped;
+  run_cores(machine, fibers, result.cost);
+  for (auto& fiber : fibers) {
+    result.completed &= !fiber->stopped;
+    result.cost.work.add(fiber->core.times.work);
+  }
   result.reports = machine.log.take();
   for (const auto& [site, hits] : machine.sync_hits) result.sync_sites.push_back({machine.sites.at(site), hits});
   std::sort(result.sync_sites.begin(), result.sync_sites.end(), [](const SyncSite& a, const SyncSite& b) {

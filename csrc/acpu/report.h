@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "cost.h"
+
 namespace acpu {
 
 // One kind per rule of docs/acpu.md.
@@ -64,6 +66,7 @@ struct SyncSite {
 struct Result {
   std::vector<Report> reports;
   std::vector<SyncSite> sync_sites;  // by file, line and column
+  Cost cost;                         // see cost.h; of the eager schedule
   bool completed = true;             // false: a core was stopped (deadlock, capacity, bad queue use)
 
   bool clean() const { return reports.empty(); }

@@ -22,23 +22,25 @@ namespace {
 class ResidencyHandle {
  public:
   ResidencyHandle(const Tensor& tags, const Tensor& ages, const Tensor& hands, const Tensor& high,
-                  const std::string& policy)
+                  const std::string& policy, const std::string& placement)
       : tensors_{tags.object(), ages.object(), hands.object(), high.object()} {
     const std::int64_t partitions = tags.extent(0);
     const std::int64_t sets = tags.extent(1);
-    const std::int64_t ways = tags.extent(2);
+    const std::int64_t set_ways = tags.extent(2);
     view.tags = data_of<std::int32_t, 3>(tags, "tags", {kAny, kAny, kAny});
-    view.ages = data_of<std::uint8_t, 3>(ages, "ages", {partitions, sets, ways});
+    view.ages = data_of<std::uint8_t, 3>(ages, "ages", {partitions, sets, set_ways});
     view.hands = data_of<std::uint8_t, 2>(hands, "hands", {partitions, sets});
     view.high = data_of<std::int32_t, 1>(high, "high", {partitions});
-    require(ways == 16 || ways == 32, "tags: ways must be 16 or 32, got ", ways);
-    require(sets > 0 && (sets & (sets - 1)) == 0, "tags: the number of sets must be a power of two, got ", sets);
     view.partitions = partitions;
     view.sets = sets;
-    view.ways = static_cast<int>(ways);
+    view.set_ways = static_cast<int>(set_ways);
     const std::optional<Policy> known = policy_named(policy);
     if (!known) refuse("policy: expected one of ", policy_names(), ", got '", policy, "'");
     view.policy = *known;
+    const std::optional<Placement> placed = placement_named(placement);
+    if (!placed) refuse("placement: expected one_set or two_sets, got '", placement, "'");
+    view.placement = *placed;
+    check_residency(view);
   }
 
   ResidencyView view{};
@@ -325,8 +327,9 @@ NB_MODULE(_C, m) {
   using namespace kvoffload;
   nb::class_<Workspace>(m, "Workspace").def(nb::init<>());
   nb::class_<ResidencyHandle>(m, "Residency")
-      .def(nb::init<const Tensor&, const Tensor&, const Tensor&, const Tensor&, const std::string&>(),
-           nb::arg("tags"), nb::arg("ages"), nb::arg("hands"), nb::arg("high"), nb::arg("policy"));
+      .def(nb::init<const Tensor&, const Tensor&, const Tensor&, const Tensor&, const std::string&, const std::string&>(),
+           nb::arg("tags"), nb::arg("ages"), nb::arg("hands"), nb::arg("high"), nb::arg("policy"),
+           nb::arg("placement") = "one_set");
   nb::class_<PlanOutHandle>(m, "PlanOut")
       .def(nb::init<const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                     const Tensor&, const Tensor&>(),

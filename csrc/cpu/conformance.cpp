@@ -11,7 +11,9 @@ namespace {
 constexpr int kWays = 16;
 
 void check_residency(const ResidencyView& residency, std::int64_t id_range) {
-  require(residency.ways == kWays, "residency: the conformance mode has ", kWays, " ways, not ", residency.ways);
+  require(residency.placement == Placement::kOneSet, "residency: the conformance mode places an id in one set");
+  require(residency.set_ways == kWays, "residency: the conformance mode has ", kWays, " ways, not ",
+          residency.set_ways);
   require(residency.policy == Policy::kFifo, "residency: the conformance mode's policy is fifo");
   require(residency.slots() <= INT32_MAX, "residency: a partition must have less than 2^31 slots, got ",
           residency.slots());

@@ -11,14 +11,6 @@
 namespace kvoffload {
 namespace {
 
-void check_residency(const ResidencyView& residency) {
-  require(residency.ways == 16 || residency.ways == 32, "residency.tags: ways must be 16 or 32, got ", residency.ways);
-  require(residency.sets > 0 && (residency.sets & (residency.sets - 1)) == 0,
-          "residency.tags: the number of sets must be a power of two, got ", residency.sets);
-  require(residency.slots() <= INT32_MAX, "residency.tags: a partition must have less than 2^31 slots, got ",
-          residency.slots());
-}
-
 void check_buffers(const PlanInput& in, const PlanOutput& out) {
   require(out.width == in.width, "topk: width ", in.width, " differs from out.slots' ", out.width);
   require(in.tokens <= out.max_tokens, "topk: ", in.tokens, " tokens exceed out.slots' ", out.max_tokens);
@@ -50,12 +42,12 @@ std::int64_t check_requests(const PlanInput& in, const ResidencyView& residency,
 
 PlanRequestFn select_planner(const ResidencyView& residency) {
 #if defined(KVOFFLOAD_X86)
-  if (current_isa() == Isa::kAvx512) return avx512_planner(residency.policy, residency.ways);
-  if (current_isa() == Isa::kAvx2) return avx2_planner(residency.policy, residency.ways);
+  if (current_isa() == Isa::kAvx512) return avx512_planner(residency.policy, residency.placement, residency.ways());
+  if (current_isa() == Isa::kAvx2) return avx2_planner(residency.policy, residency.placement, residency.ways());
 #elif defined(KVOFFLOAD_NEON)
-  if (current_isa() == Isa::kNeon) return neon_planner(residency.policy, residency.ways);
+  if (current_isa() == Isa::kNeon) return neon_planner(residency.policy, residency.placement, residency.ways());
 #endif
-  return portable_planner(residency.policy, residency.ways);
+  return portable_planner(residency.policy, residency.placement, residency.ways());
 }
 
 RequestJob make_job(const PlanInput& in, const ResidencyView& residency, const PlanOutput& out, std::int64_t n) {
@@ -103,6 +95,17 @@ void fill_unplanned(const PlanOutput& out, std::int64_t first, std::int64_t last
 }
 
 }  // namespace
+
+void check_residency(const ResidencyView& residency) {
+  const std::int64_t sets = residency.sets;
+  require(residency.ways() == 16 || residency.ways() == 32, "residency.tags: ways must be 16 or 32, got ",
+          residency.ways());
+  require(sets > 0 && (sets & (sets - 1)) == 0, "residency.tags: the number of sets must be a power of two, got ", sets);
+  require(residency.placement == Placement::kOneSet || sets > 1,
+          "residency.tags: ids with two sets need at least two sets, got ", sets);
+  require(residency.slots() <= INT32_MAX, "residency.tags: a partition must have less than 2^31 slots, got ",
+          residency.slots());
+}
 
 void dsa_plan(const PlanInput& in, const ResidencyView& residency, const PlanOutput& out, Workspace& workspace) {
   check_residency(residency);

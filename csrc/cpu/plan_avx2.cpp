@@ -96,6 +96,45 @@ struct Lanes {
   static void store(std::uint8_t* ages, __m128i value) { _mm_storeu_si128(reinterpret_cast<__m128i*>(ages), value); }
 };
 
+// One set's 8 bytes in each half of a register.
+template <>
+struct Pair<8> {
+  static std::uint32_t match(const std::int32_t* first, const std::int32_t* second, std::int32_t id) {
+    const __m256i wanted = _mm256_set1_epi32(id);
+    return match8(first, wanted) | match8(second, wanted) << 8;
+  }
+
+  static std::uint32_t zero(const std::uint8_t* first, const std::uint8_t* second) {
+    return bits(_mm_cmpeq_epi8(load(first, second), _mm_setzero_si128()));
+  }
+
+  template <int kBit>
+  static std::uint32_t with_bit(const std::uint8_t* first, const std::uint8_t* second) {
+    return bits(_mm_slli_epi16(load(first, second), 7 - kBit));
+  }
+
+  static void fill(std::uint8_t* first, std::uint8_t* second, std::uint32_t ways, std::uint8_t value) {
+    const __m128i filler = _mm_set1_epi8(static_cast<char>(value));
+    store(first, second, _mm_blendv_epi8(load(first, second), filler, byte_mask(ways)));
+  }
+
+  static void add(std::uint8_t* first, std::uint8_t* second, std::uint32_t ways, std::uint8_t delta) {
+    const __m128i step = _mm_and_si128(_mm_set1_epi8(static_cast<char>(delta)), byte_mask(ways));
+    store(first, second, _mm_add_epi8(load(first, second), step));
+  }
+
+ private:
+  static std::uint32_t bits(__m128i bytes) { return static_cast<std::uint32_t>(_mm_movemask_epi8(bytes)); }
+  static __m128i load(const std::uint8_t* first, const std::uint8_t* second) {
+    return _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(first)),
+                              _mm_loadl_epi64(reinterpret_cast<const __m128i*>(second)));
+  }
+  static void store(std::uint8_t* first, std::uint8_t* second, __m128i value) {
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(first), value);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(second), _mm_unpackhi_epi64(value, value));
+  }
+};
+
 }  // namespace
 }  // namespace kvoffload
 
@@ -103,6 +142,8 @@ struct Lanes {
 
 namespace kvoffload {
 
-PlanRequestFn avx2_planner(Policy policy, int ways) { return planner(policy, ways); }
+PlanRequestFn avx2_planner(Policy policy, Placement placement, int ways) {
+  return planner(policy, placement, ways);
+}
 
 }  // namespace kvoffload

@@ -65,9 +65,6 @@ struct Settling {
   }
 };
 
-template <int W>
-struct Lanes;
-
 template <>
 struct Lanes<16> : Settling {
   static std::uint32_t match(const std::int32_t* tags, std::int32_t id) {
@@ -129,6 +126,46 @@ struct Lanes<32> : Settling {
   }
 };
 
+// One set's 8 tags or 8 bytes in each half of a register.
+template <>
+struct Pair<8> {
+  static std::uint32_t match(const std::int32_t* first, const std::int32_t* second, std::int32_t id) {
+    const __m512i lower = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(first)));
+    const __m256i upper = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(second));
+    return integer(_mm512_cmpeq_epi32_mask(_mm512_inserti64x4(lower, upper, 1), _mm512_set1_epi32(id)));
+  }
+
+  static std::uint32_t zero(const std::uint8_t* first, const std::uint8_t* second) {
+    const __m128i values = load(first, second);
+    return integer(_mm_testn_epi8_mask(values, values));
+  }
+
+  template <int kBit>
+  static std::uint32_t with_bit(const std::uint8_t* first, const std::uint8_t* second) {
+    return static_cast<std::uint32_t>(_mm_movemask_epi8(_mm_slli_epi16(load(first, second), 7 - kBit)));
+  }
+
+  static void fill(std::uint8_t* first, std::uint8_t* second, std::uint32_t ways, std::uint8_t value) {
+    const __m128i old = load(first, second);
+    store(first, second, _mm_mask_set1_epi8(old, static_cast<__mmask16>(ways), static_cast<char>(value)));
+  }
+
+  static void add(std::uint8_t* first, std::uint8_t* second, std::uint32_t ways, std::uint8_t delta) {
+    const __m128i step = _mm_maskz_set1_epi8(static_cast<__mmask16>(ways), static_cast<char>(delta));
+    store(first, second, _mm_add_epi8(load(first, second), step));
+  }
+
+ private:
+  static __m128i load(const std::uint8_t* first, const std::uint8_t* second) {
+    return _mm_unpacklo_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(first)),
+                              _mm_loadl_epi64(reinterpret_cast<const __m128i*>(second)));
+  }
+  static void store(std::uint8_t* first, std::uint8_t* second, __m128i value) {
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(first), value);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(second), _mm_unpackhi_epi64(value, value));
+  }
+};
+
 }  // namespace
 }  // namespace kvoffload
 
@@ -136,6 +173,8 @@ struct Lanes<32> : Settling {
 
 namespace kvoffload {
 
-PlanRequestFn avx512_planner(Policy policy, int ways) { return planner(policy, ways); }
+PlanRequestFn avx512_planner(Policy policy, Placement placement, int ways) {
+  return planner(policy, placement, ways);
+}
 
 }  // namespace kvoffload

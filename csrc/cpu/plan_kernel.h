@@ -1,5 +1,5 @@
 // The plan of one request, written once and compiled once per instruction set. The including file defines, in an
-// anonymous namespace before this header, `template <int W> struct Lanes` with the vector primitives:
+// anonymous namespace before this header, `Lanes<16>` and `Lanes<32>` with the vector primitives, and `Pair<8>` or `Lanes<8>`:
 //   match(tags, id)            mask of the ways whose tag is `id`
 //   zero(bytes)                mask of the ways whose byte is 0
 //   with_bit<kBit>(ages)       mask of the ways whose age has that bit
@@ -15,21 +15,13 @@
 
 #include "../policies/policies.h"
 #include "lanes.h"
+#include "places.h"
 #include "plan_request.h"
 
 namespace kvoffload {
 namespace {
 
 constexpr std::int32_t kEmpty = -1;
-
-inline int lowest(std::uint32_t mask) { return __builtin_ctz(mask); }
-
-// First set bit at or after `from`, going round. `mask` has at least one bit below W.
-template <int W>
-inline int first_from(std::uint32_t mask, int from) {
-  const std::uint64_t doubled = (std::uint64_t{mask} << W) | mask;
-  return (from + __builtin_ctzll(doubled >> from)) & (W - 1);
-}
 
 // Prefetches the next request's partition into the cache while this one is planned, a few lines at a time throughout
 // the plan: a core has a couple of dozen outstanding line fetches; a larger burst would delay the look-ups behind it.
@@ -83,7 +75,7 @@ struct Marked {
 // plan's only loop over all ids. It has no branches on the outcome, which is unpredictable: a misprediction costs more
 // than the whole look-up. A block is settled after the look-up of the next one: reading 16 masks as one vector
 // immediately after writing them one by one would stall on the store buffer.
-template <int W>
+template <class Places>
 class Marker {
  public:
   Marker(const RequestJob& job, const Scratch& scratch, std::int32_t last_position)
@@ -92,7 +84,7 @@ class Marker {
         tags_(job.tags),
         ages_(job.ages),
         needed_(scratch.needed),
-        set_mask_(static_cast<std::uint32_t>(job.sets - 1)),
+        places_(job.sets),
         limit_(static_cast<std::uint32_t>(last_position)),
         fetched_(job.fetched) {}
 
@@ -120,16 +112,14 @@ class Marker {
   }
 
  private:
-  static constexpr std::int32_t kBlock = 16;
+  static constexpr std::int32_t kBlock = kPlaceBlock;
   static constexpr std::int32_t kAhead = 48;  // look-ahead in ids, for a partition that was not fetched as a whole
 
   struct Block {
-    alignas(64) std::uint32_t bases[kBlock];  // first slot of the id's set
+    typename Places::Homes homes;
     alignas(64) std::uint32_t found[kBlock];  // the id's way as a mask, or 0
     std::int32_t first;
   };
-
-  std::uint32_t base_of(std::int32_t id) const { return (static_cast<std::uint32_t>(id) & set_mask_) * W; }
 
   bool valid(std::int32_t id) const { return static_cast<std::uint32_t>(id) <= limit_; }  // negatives are huge
 
@@ -140,26 +130,24 @@ class Marker {
   }
 
   void prefetch(const std::int32_t* ids) const {
-    for (int j = 0; j < kBlock; ++j) {
-      const std::uint32_t base = base_of(ids[j]);
-      __builtin_prefetch(tags_ + base);
-      if constexpr (W == 32) __builtin_prefetch(tags_ + base + 16);
-      __builtin_prefetch(ages_ + base, 1);
-    }
+    for (int j = 0; j < kBlock; ++j) Places::prefetch(tags_, ages_, places_.home_of(ids[j]));
   }
 
   void look_up(std::int32_t first, Block& block) const {
     block.first = first;
-    for (int j = 0; j < kBlock; ++j) block.bases[j] = base_of(ids_[first + j]);
+    const std::int32_t* ids = ids_ + first;
+    places_.locate(ids, block.homes);
+    asm("" : "+r"(ids));
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC unroll 16
 #endif
-    for (int j = 0; j < kBlock; ++j) block.found[j] = Lanes<W>::match(tags_ + block.bases[j], ids_[first + j]);
+    for (int j = 0; j < kBlock; ++j) block.found[j] = Places::match(tags_, block.homes, j, ids[j]);
   }
 
-  void settle(const Block& block, Marked& marked) const {
+  void settle(Block& block, Marked& marked) const {
     std::int32_t* slots = slots_ + block.first;
-    marked.pending = Lanes<W>::settle_block(block.first, block.bases, block.found, slots, marked.pending);
+    const std::uint32_t* bases = Places::bases(block.homes, block.found);
+    marked.pending = Lanes<16>::settle_block(block.first, bases, block.found, slots, marked.pending);
     std::uint8_t* needed = needed_;
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC unroll 16
@@ -174,8 +162,11 @@ class Marker {
         ++marked.invalid;
         continue;
       }
-      const std::uint32_t base = base_of(ids_[i]);
-      marked.pending = settle_position(i, base, Lanes<W>::match(tags_ + base, ids_[i]), slots_ + i, marked.pending);
+      const typename Places::Home home = places_.home_of(ids_[i]);
+      const std::uint32_t found = Places::match(tags_, home, ids_[i]);
+      const int way = lowest(found | 0x80000000u);
+      const auto base = static_cast<std::uint32_t>(Places::slot(home, way) - way);
+      marked.pending = settle_position(i, base, found, slots_ + i, marked.pending);
       needed_[slots_[i]] = 1;
     }
   }
@@ -185,34 +176,16 @@ class Marker {
   const std::int32_t* const tags_;
   const std::uint8_t* const ages_;
   std::uint8_t* const needed_;
-  const std::uint32_t set_mask_;
+  const Places places_;
   const std::uint32_t limit_;
   const bool fetched_;
 };
 
-// A policy's view of a set, see ../policies/policy.h.
-template <int W>
-class SetAges {
- public:
-  explicit SetAges(std::uint8_t* ages) : ages_(ages) {}
-
-  template <int kBit>
-  std::uint32_t with_bit() const {
-    return Lanes<W>::template with_bit<kBit>(ages_);
-  }
-  void set(std::uint32_t ways, std::uint8_t age) { Lanes<W>::fill(ages_, ways, age); }
-  void add(std::uint32_t ways, std::uint8_t more) { Lanes<W>::add(ages_, ways, more); }
-  int first_from(std::uint32_t ways, int hand) const { return kvoffload::first_from<W>(ways, hand); }
-
- private:
-  std::uint8_t* const ages_;
-};
-
-template <class P, int W>
+template <class P, class Places>
 class RequestPlan {
  public:
   RequestPlan(const RequestJob& job, const Scratch& scratch, PlanStats& stats)
-      : job_(job), scratch_(scratch), stats_(stats), set_mask_(job.sets - 1), stable_(job.seq_len - job.query_tokens),
+      : job_(job), scratch_(scratch), stats_(stats), places_(job.sets), stable_(job.seq_len - job.query_tokens),
         next_partition_(job.next, std::int64_t{job.query_tokens} * job.width, job.expected_misses) {}
 
   void run() {
@@ -232,25 +205,21 @@ class RequestPlan {
   }
 
  private:
-  using Vec = Lanes<W>;
-
-  std::int32_t set_of(std::int32_t id) const { return id & set_mask_; }
-  std::int32_t* tags_of(std::int32_t set) const { return job_.tags + std::int64_t{set} * W; }
-  std::uint8_t* ages_of(std::int32_t set) const { return job_.ages + std::int64_t{set} * W; }
+  using Home = typename Places::Home;
+  static constexpr int kWays = Places::kWays;
 
   // I-2: rows written for drafts rejected since must not be found again.
   void drop_unstable() {
     const std::int32_t high = *job_.high;
-    if (std::int64_t{high} - stable_ > std::int64_t{job_.sets} * W) {
-      const std::int64_t slots = std::int64_t{job_.sets} * W;
-      for (std::int64_t slot = 0; slot < slots; ++slot) {
+    if (std::int64_t{high} - stable_ > slots()) {
+      for (std::int64_t slot = 0; slot < slots(); ++slot) {
         if (job_.tags[slot] >= stable_) drop(slot);
       }
     } else {
       for (std::int32_t id = stable_; id < high; ++id) {
-        const std::int32_t set = set_of(id);
-        const std::uint32_t found = Vec::match(tags_of(set), id);
-        if (found != 0) drop(std::int64_t{set} * W + lowest(found));
+        const Home home = places_.home_of(id);
+        const std::uint32_t found = Places::match(job_.tags, home, id);
+        if (found != 0) drop(Places::slot(home, lowest(found)));
       }
     }
     *job_.high = job_.seq_len;
@@ -264,7 +233,7 @@ class RequestPlan {
   // I-3: all hits of the step are marked before any victim is chosen.
   void mark_hits(std::int32_t token) {
     const std::int32_t begin = token * job_.width;
-    const Marker<W> marker(job_, scratch_, stable_ + token);
+    const Marker<Places> marker(job_, scratch_, stable_ + token);
     const Marked marked =
         marker.run(begin, begin + job_.width, {scratch_.pending + pending_count_, 0}, next_partition_);
     const auto pending = static_cast<std::int32_t>(marked.pending - scratch_.pending);
@@ -276,13 +245,13 @@ class RequestPlan {
   // The policy learns of the hits slot by slot, once for each however many positions have it.
   void settle_hits() {
     const std::int64_t hits =
-        dense() ? Vec::template settle_partition<P>(job_.ages, scratch_.needed, slots()) : settle_each();
+        dense() ? Lanes<16>::template settle_partition<P>(job_.ages, scratch_.needed, slots()) : settle_each();
     stats_.hits += hits;
     stats_.duplicates += hit_positions_ - hits;
   }
 
   bool dense() const { return slots() <= kDense * positions(); }
-  std::int64_t slots() const { return std::int64_t{job_.sets} * W; }
+  std::int64_t slots() const { return std::int64_t{job_.sets} * Places::kSetWays; }
   std::int64_t positions() const { return std::int64_t{job_.query_tokens} * job_.width; }
 
   // Returns the hits. Marks those counted with a 2.
@@ -314,7 +283,7 @@ class RequestPlan {
     }
   }
 
-  // Gives the pending positions ways of their own sets, each set for itself. Those that found theirs full become the
+  // Gives the pending positions ways of their own sets. Those that found theirs full become the
   // pending ones; returns their number.
   std::int32_t install_pending() {
     std::int32_t overflow = 0;
@@ -322,20 +291,21 @@ class RequestPlan {
       next_partition_.advance();
       const std::int32_t at = scratch_.pending[i];
       const std::int32_t id = job_.topk[at];
-      const std::int32_t set = set_of(id);
+      const Home home = places_.home_of(id);
       // Not resident when the hits were marked: found now means an earlier position of this step placed it.
-      const std::uint32_t found = Vec::match(tags_of(set), id);
+      const std::uint32_t found = Places::match(job_.tags, home, id);
       if (found != 0) {
-        job_.slots[at] = set * W + lowest(found);
+        job_.slots[at] = Places::slot(home, lowest(found));
         ++stats_.duplicates;
         continue;
       }
-      const int way = take_way(set);
-      if (way < 0) {
+      const std::int32_t slot = take_slot(home);
+      if (slot == kNoSlot) {
         scratch_.pending[overflow++] = at;
         continue;
       }
-      emit(at, id, install(set, way, id));
+      install(slot, id);
+      emit(at, id, slot);
     }
     return overflow;
   }
@@ -368,43 +338,37 @@ class RequestPlan {
     }
   }
 
-  std::int32_t install(std::int32_t set, int way, std::int32_t id) {
-    tags_of(set)[way] = id;
-    ages_of(set)[way] = P::kNewAge;
-    return set * W + way;
+  void install(std::int32_t slot, std::int32_t id) {
+    job_.tags[slot] = id;
+    job_.ages[slot] = P::kNewAge;
   }
 
-  // A way of `set` that this step does not need, now marked as needed; -1 when there is none.
-  int take_way(std::int32_t set) {
-    std::uint8_t* needed = scratch_.needed + std::int64_t{set} * W;
-    const std::uint32_t unneeded = Vec::zero(needed);
-    if (unneeded == 0) return -1;
-    const std::uint32_t empty = Vec::match(tags_of(set), kEmpty) & unneeded;
-    const int way = empty != 0 ? lowest(empty) : victim(set, unneeded);
-    needed[way] = 1;
+  // One of the ways at `home` that this step does not need, now marked as needed; kNoSlot when there is none.
+  std::int32_t take_slot(Home home) {
+    const std::uint32_t unneeded = Places::zero(scratch_.needed, home);
+    if (unneeded == 0) return kNoSlot;
+    const std::uint32_t empty = Places::match(job_.tags, home, kEmpty) & unneeded;
+    const std::int32_t slot = Places::slot(home, empty != 0 ? Places::emptiest(empty) : victim(home, unneeded));
+    scratch_.needed[slot] = 1;
+    return slot;
+  }
+
+  int victim(Home home, std::uint32_t unneeded) {
+    std::uint8_t& hand = job_.hands[Places::set_of(home)];
+    PlaceAges<Places> ages(job_.ages, home);
+    const int way = P::victim(ages, unneeded, hand & (kWays - 1));
+    hand = static_cast<std::uint8_t>((way + 1) & (kWays - 1));
     return way;
   }
 
-  int victim(std::int32_t set, std::uint32_t unneeded) {
-    const int hand = job_.hands[set] & (W - 1);
-    SetAges<W> ages(ages_of(set));
-    const int way = P::victim(ages, unneeded, hand);
-    job_.hands[set] = static_cast<std::uint8_t>((way + 1) & (W - 1));
-    return way;
-  }
-
-  // I-4: the id's own set is full of ids that this step needs. Any other slot of the partition serves the step; left
+  // I-4: the id's own sets are full of ids that this step needs. Any other slot of the partition serves the step; left
   // untagged, it is forgotten afterwards.
   std::int32_t displace_id(std::int32_t id) {
-    const std::int32_t home = set_of(id);
-    std::int32_t set = home;
-    int way = -1;
-    for (std::int32_t i = 1; i < job_.sets && way < 0; ++i) {
-      set = (home + i) & set_mask_;
-      way = take_way(set);
-    }
-    // plan.cpp refuses requests with more ids than slots, so a way was found.
-    const std::int32_t slot = set * W + way;
+    const auto sets = static_cast<std::uint32_t>(job_.sets);
+    const std::uint32_t own = places_.set_of(id);
+    std::int32_t slot = kNoSlot;
+    for (std::uint32_t i = 1; i < sets && slot == kNoSlot; ++i) slot = take_slot(Places::near((own + i) & (sets - 1)));
+    // plan.cpp refuses requests with more ids than slots, so one was found.
     drop(slot);
     remember_displaced(id, slot);
     ++stats_.displaced;
@@ -438,10 +402,10 @@ class RequestPlan {
     for (std::int32_t token = 0; token < job_.query_tokens; ++token) {
       if (job_.new_slots[token] != kNoSlot) continue;
       const std::int32_t id = stable_ + token;
-      const std::int32_t set = set_of(id);
-      const int way = take_way(set);
-      if (way < 0) continue;
-      job_.new_slots[token] = install(set, way, id);
+      const std::int32_t slot = take_slot(places_.home_of(id));
+      if (slot == kNoSlot) continue;
+      install(slot, id);
+      job_.new_slots[token] = slot;
       ++stats_.new_tokens;
     }
   }
@@ -459,7 +423,7 @@ class RequestPlan {
   const RequestJob job_;
   const Scratch scratch_;
   PlanStats& stats_;
-  const std::int32_t set_mask_;
+  const Places places_;
   const std::int32_t stable_;
   NextPartition next_partition_;
   std::int32_t pending_count_ = 0;
@@ -468,15 +432,21 @@ class RequestPlan {
   std::int64_t hit_positions_ = 0;
 };
 
-template <class P, int W>
+template <class P, class Places>
 void plan_request(const RequestJob& job, const Scratch& scratch, PlanStats& stats) {
-  RequestPlan<P, W>(job, scratch, stats).run();
+  RequestPlan<P, Places>(job, scratch, stats).run();
 }
 
-PlanRequestFn planner(Policy policy, int ways) {
+template <class P>
+PlanRequestFn planner_of(Placement placement, int ways) {
+  if (placement == Placement::kTwoSets) return ways == 16 ? plan_request<P, TwoSets<16>> : plan_request<P, TwoSets<32>>;
+  return ways == 16 ? plan_request<P, OneSet<16>> : plan_request<P, OneSet<32>>;
+}
+
+PlanRequestFn planner(Policy policy, Placement placement, int ways) {
   switch (policy) {
 #define KVOFFLOAD_POLICY(name, Struct) \
-  case Policy::k##Struct: return ways == 16 ? plan_request<Struct, 16> : plan_request<Struct, 32>;
+  case Policy::k##Struct: return planner_of<Struct>(placement, ways);
     KVOFFLOAD_POLICIES(KVOFFLOAD_POLICY)
 #undef KVOFFLOAD_POLICY
   }

@@ -32,6 +32,12 @@ inline std::uint32_t match16(const std::int32_t* tags, int32x4_t id) {
   return vaddvq_u32(bits);
 }
 
+inline std::uint32_t match8(const std::int32_t* tags, int32x4_t id) {
+  const uint32x4_t weights = {1, 2, 4, 8};
+  const uint32x4_t bits = vandq_u32(vceqq_s32(vld1q_s32(tags), id), weights);
+  return vaddvq_u32(vorrq_u32(bits, vandq_u32(vceqq_s32(vld1q_s32(tags + 4), id), vshlq_n_u32(weights, 4))));
+}
+
 template <int W>
 struct Lanes {
   static std::uint32_t match(const std::int32_t* tags, std::int32_t id) {
@@ -96,6 +102,41 @@ struct Lanes {
   }
 };
 
+// One set's 8 bytes in each half of a register.
+template <>
+struct Pair<8> {
+  static std::uint32_t match(const std::int32_t* first, const std::int32_t* second, std::int32_t id) {
+    const int32x4_t wanted = vdupq_n_s32(id);
+    return match8(first, wanted) | match8(second, wanted) << 8;
+  }
+
+  static std::uint32_t zero(const std::uint8_t* first, const std::uint8_t* second) {
+    return mask_of(vceqzq_u8(load(first, second)));
+  }
+
+  template <int kBit>
+  static std::uint32_t with_bit(const std::uint8_t* first, const std::uint8_t* second) {
+    return mask_of(vtstq_u8(load(first, second), vdupq_n_u8(1 << kBit)));
+  }
+
+  static void fill(std::uint8_t* first, std::uint8_t* second, std::uint32_t ways, std::uint8_t value) {
+    store(first, second, vbslq_u8(byte_mask(ways), vdupq_n_u8(value), load(first, second)));
+  }
+
+  static void add(std::uint8_t* first, std::uint8_t* second, std::uint32_t ways, std::uint8_t delta) {
+    store(first, second, vaddq_u8(load(first, second), vandq_u8(byte_mask(ways), vdupq_n_u8(delta))));
+  }
+
+ private:
+  static uint8x16_t load(const std::uint8_t* first, const std::uint8_t* second) {
+    return vcombine_u8(vld1_u8(first), vld1_u8(second));
+  }
+  static void store(std::uint8_t* first, std::uint8_t* second, uint8x16_t value) {
+    vst1_u8(first, vget_low_u8(value));
+    vst1_u8(second, vget_high_u8(value));
+  }
+};
+
 }  // namespace
 }  // namespace kvoffload
 
@@ -103,6 +144,8 @@ struct Lanes {
 
 namespace kvoffload {
 
-PlanRequestFn neon_planner(Policy policy, int ways) { return planner(policy, ways); }
+PlanRequestFn neon_planner(Policy policy, Placement placement, int ways) {
+  return planner(policy, placement, ways);
+}
 
 }  // namespace kvoffload

@@ -62,6 +62,8 @@ struct Lanes {
 
 namespace kvoffload {
 
-PlanRequestFn portable_planner(Policy policy, int ways) { return planner(policy, ways); }
+PlanRequestFn portable_planner(Policy policy, Placement placement, int ways) {
+  return planner(policy, placement, ways);
+}
 
 }  // namespace kvoffload

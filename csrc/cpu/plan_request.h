@@ -40,10 +40,10 @@ struct RequestJob {
 
 using PlanRequestFn = void (*)(const RequestJob&, const Scratch&, PlanStats&);
 
-// One getter per instruction set; ways is 16 or 32.
-PlanRequestFn portable_planner(Policy policy, int ways);
-PlanRequestFn avx2_planner(Policy policy, int ways);
-PlanRequestFn avx512_planner(Policy policy, int ways);
-PlanRequestFn neon_planner(Policy policy, int ways);
+// One getter per instruction set; ways, those of an id, is 16 or 32.
+PlanRequestFn portable_planner(Policy policy, Placement placement, int ways);
+PlanRequestFn avx2_planner(Policy policy, Placement placement, int ways);
+PlanRequestFn avx512_planner(Policy policy, Placement placement, int ways);
+PlanRequestFn neon_planner(Policy policy, Placement placement, int ways);
 
 }  // namespace kvoffload

@@ -4,22 +4,26 @@
 
 #include <cstdint>
 
+#include "../policies/placement.h"
 #include "../policies/policies.h"
 
 namespace kvoffload {
 
-// Tokens in the slots of a partition. Slot number = set * ways + way; an id lives in set `id & (sets - 1)` only.
+// Tokens in the slots of a partition. Slot number = set * set_ways + way of the set; an id lives in the sets that the
+// placement says.
 struct ResidencyView {
-  std::int32_t* tags;   // [partitions, sets, ways], -1: empty
-  std::uint8_t* ages;   // [partitions, sets, ways], the policy's bits of each slot
+  std::int32_t* tags;   // [partitions, sets, set_ways], -1: empty
+  std::uint8_t* ages;   // [partitions, sets, set_ways], the policy's bits of each slot
   std::uint8_t* hands;  // [partitions, sets]
   std::int32_t* high;   // [partitions], largest seq_len planned since the last roll-back, 0 after a reset
   std::int64_t partitions;
   std::int64_t sets;  // power of two
-  int ways;           // 16 or 32
+  int set_ways;       // of one set: 16 or 32, half of that with two sets
   Policy policy;
+  Placement placement = Placement::kOneSet;
 
-  std::int64_t slots() const { return sets * ways; }
+  std::int64_t slots() const { return sets * set_ways; }
+  int ways() const { return placement == Placement::kTwoSets ? 2 * set_ways : set_ways; }  // of one id: 16 or 32
 };
 
 // Meaning of the number beside a position's kind; the values are part of the interface. See Kind in ops/types.py.

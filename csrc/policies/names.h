@@ -1,10 +1,11 @@
-// Policies by name. Of the host only.
+// Policies and placements by name. Of the host only.
 #pragma once
 
 #include <optional>
 #include <string>
 #include <string_view>
 
+#include "placement.h"
 #include "policies.h"
 
 namespace kvoffload {
@@ -27,6 +28,12 @@ inline std::string policy_names() {
   std::string text;
   for (const std::string_view name : kPolicyNames) text.append(text.empty() ? "" : ", ").append(name);
   return text;
+}
+
+inline std::optional<Placement> placement_named(std::string_view name) {
+  if (name == "one_set") return Placement::kOneSet;
+  if (name == "two_sets") return Placement::kTwoSets;
+  return std::nullopt;
 }
 
 }  // namespace kvoffload

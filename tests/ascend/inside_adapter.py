@@ -20,6 +20,7 @@ import vllm_ascend.worker.worker  # noqa: F401  # the only order in which upstre
 
 from tests.ascend.adapter_model import (
     STEPS,
+    TOPK,
     TYPES,
     Adapter,
     Ranks,
@@ -30,9 +31,11 @@ from tests.ascend.adapter_model import (
 from tests.ascend.kernel_stand_ins import CoreKernels, TwinKernels
 from tests.ascend.simulated_device import NPU, plain, syncs, watched
 from tests.ascend.simulated_npu import install
+from vllm_kvoffload.platforms.ascend import attention
 from vllm_kvoffload.platforms.ascend.rows import PortableRows
 from vllm_kvoffload.runtime.npu import DeviceLane
 from vllm_kvoffload.settings.errors import ConfigError
+from vllm_kvoffload.sparse.step import PoolSlots
 
 TWIN = os.environ.get("KVOFFLOAD_KERNELS_TWIN", "")
 Outputs = list[list[torch.Tensor]]
@@ -123,6 +126,35 @@ def check(setup: Setup) -> Any:
 @pytest.mark.parametrize("name", SETUPS)
 def test_same_outputs_as_upstream_without_offload(name: str, seed: int | None) -> None:
     check(changed(SETUPS[name], seed=seed))
+
+
+@pytest.mark.parametrize("name", ["portable", "kernels", "compact kernels"])
+def test_same_outputs_where_indices_end_with_the_context(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the alignment every step's indices are exactly as many as its longest request has tokens."""
+    monkeypatch.setattr(attention, "INDEX_ALIGNMENT", 1)
+    widths: set[int] = set()
+    view = attention.pool_view
+
+    def watched_view(*args: Any) -> Any:
+        made = view(*args)
+        widths.add(made.indices.shape[-1])
+        return made
+
+    monkeypatch.setattr(attention, "pool_view", watched_view)
+    check(SETUPS[name])
+    assert len(widths) > 1
+    assert max(widths) == TOPK
+
+
+def test_attention_gets_no_more_indices_than_the_longest_context_has_tokens() -> None:
+    slots = torch.full((2, 2048), -1, dtype=torch.int32)
+    slots[0, :40] = torch.arange(40) * 100
+    pool = PoolSlots(slots, torch.tensor([1, 0], dtype=torch.int32), 4096)
+    view = attention.pool_view(pool, 128, 40)
+    assert torch.equal(view.indices, slots[:, None, :64])
+    assert view.indices.is_contiguous()
+    assert view.key_lengths.tolist() == [4096, 4096]  # a slot may lie anywhere
+    assert all(attention.pool_view(pool, 128, n).indices.shape[-1] == 2048 for n in (None, 2047, 10**6))
 
 
 @pytest.mark.parametrize("name", ON_NPU)

@@ -121,6 +121,7 @@ REFUSED = [
     ({"eager": False, "mode": "PIECEWISE", "splits": None}, "splitting_ops"),
     ({"additional": with_options(delivery="compact")}, "delivery"),
     ({"additional": with_options(keep_device_kv_cache=True)}, "keep_device_kv_cache"),
+    ({"additional": with_options(placement="two_sets")}, "placement"),
     ({"additional": beside(xlite_graph_config={"enabled": True})}, "xlite"),
     ({"hf": {**HF, "index_topk": 1024}}, "index_topk"),
     ({"hf": {k: v for k, v in HF.items() if k != "index_topk"}}, "index_topk"),

@@ -67,6 +67,7 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
      "speculative_config.method speculative_config.method - - - - -"),
     ("xlite", {"more": {"xlite_graph_config": {"enabled": True}}}, "xlite xlite - - - - -"),
     ("compact delivery", {"options": {"delivery": "compact"}}, "delivery delivery - - - - -"),
+    ("two sets per id", {"options": {"placement": "two_sets"}}, "placement placement - - - - -"),
     ("device cache kept", {"options": {"keep_device_kv_cache": True}},
      "keep_device_kv_cache keep_device_kv_cache - - - - -"),
 ]  # fmt: skip

@@ -103,7 +103,8 @@ def test_the_workspace_of_a_plan(kernels: Kernels) -> None:
     assert data["records_offset"] == requests * parts * 4 * PLAN["width"] * 4
     assert data["totals_offset"] - data["records_offset"] == requests * parts * LINE
     assert data["states_offset"] - data["totals_offset"] == requests * LINE
-    assert data["workspace_bytes"] - data["states_offset"] == requests * 8192
+    assert data["empties_offset"] - data["states_offset"] == requests * 8192
+    assert data["workspace_bytes"] - data["empties_offset"] == requests * 8192 // 8
     assert all(data[name] % LINE == 0 for name in data if name.endswith("_offset"))
 
 

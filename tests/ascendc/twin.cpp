@@ -223,8 +223,8 @@ std::string describe(const PlanTiling& data) {
   std::ostringstream out;
   out << "parts " << data.parts << "\npart_sets " << data.part_sets << "\npadded_width " << data.padded_width
       << "\nvalues_offset " << data.values_offset << "\nrecords_offset " << data.records_offset << "\ntotals_offset "
-      << data.totals_offset << "\nstates_offset " << data.states_offset << "\nworkspace_bytes "
-      << workspace_bytes(data) << '\n';
+      << data.totals_offset << "\nstates_offset " << data.states_offset << "\nempties_offset " << data.empties_offset
+      << "\nworkspace_bytes " << workspace_bytes(data) << '\n';
   return out.str();
 }
 
@@ -267,6 +267,10 @@ int32_t kernels_run(const char* name, const Argument* args, int32_t count, const
   for (const acpu::SyncSite& site : outcome.result.sync_sites) {
     out << "S " << site.site.key() << ' ' << site.site.api << ' ' << site.hits << '\n';
   }
+  for (const uint64_t cycles : outcome.result.cost.phases) out << "C " << cycles << '\n';
+  const acpu::Work& work = outcome.result.cost.work;
+  out << "W " << work.scalar_reads << ' ' << work.scalar_writes << ' ' << work.vectors << ' ' << work.copies << ' '
+      << work.copied_bytes << ' ' << work.flags << '\n';
   put(out.str(), text, text_bytes);
   return 0;
 }

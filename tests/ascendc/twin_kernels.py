@@ -21,6 +21,7 @@ LINE = 64
 UB_BYTES = 192 * 1024
 REPORT_INTS = 8
 TEXT_BYTES = 1 << 20
+WORK = ("scalar_reads", "scalar_writes", "vectors", "copies", "copied_bytes", "flags")
 
 
 class RefusedError(Exception):
@@ -38,10 +39,15 @@ class Argument(ctypes.Structure):
 
 @dataclass
 class Ran:
-    """Reports of the twin, and the synchronisation sites the run called: ``key -> names of the calls``."""
+    """Reports of the twin, the synchronisation sites the run called (``key -> names of the calls``), and the
+    estimated cost."""
 
     reports: list[str]
     sites: dict[str, set[str]] = field(default_factory=dict)
+    phases: list[int] = field(
+        default_factory=list
+    )  # cycles between two SyncAll calls, by the twin's cost model
+    work: dict[str, int] = field(default_factory=dict)  # of all cores
 
 
 def build() -> Path:
@@ -133,6 +139,10 @@ def parse(text: str) -> Ran:
     for line in text.splitlines():
         if line.startswith("R "):
             ran.reports.append(line[2:])
+        elif line.startswith("C "):
+            ran.phases.append(int(line[2:]))
+        elif line.startswith("W "):
+            ran.work = dict(zip(WORK, map(int, line[2:].split()), strict=True))
         else:
             _, key, api, _ = line.rsplit(" ", 3)
             ran.sites.setdefault(key, set()).add(api)

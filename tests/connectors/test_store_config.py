@@ -25,6 +25,14 @@ def test_the_published_configuration():
     assert (options.max_transfer_blocks, options.max_transfer_bytes) == (0, 0)
 
 
+def test_keys_of_later_releases_are_accepted():
+    options = parse_ascend_store(
+        "kv_producer", {**PUBLISHED, "qos_priority": 4, "memcache_dp_init_barrier": False}
+    )
+    assert options.qos_priority == 4
+    assert parse_ascend_store("kv_producer", PUBLISHED).qos_priority is None
+
+
 def test_without_layerwise_nothing_is_shared():
     assert parse_ascend_store("kv_both", {"backend": "LOCAL"}).buffers == BufferOptions(None, "all")
 
@@ -43,6 +51,12 @@ def test_without_layerwise_nothing_is_shared():
         ("kv_producer", {"layerwise_max_transfer_bytes": -1}, "at least 0"),
         ("kv_producer", {"consumer_is_to_load": True}, "SfaRemoteD2HConnector"),
         ("kv_producer", {"load_async": True}, "awaited layer by layer"),
+        *(
+            ("kv_producer", {"qos_priority": value}, "qos_priority")
+            for value in (5, -1, "3", True, None, 1.0)
+        ),
+        ("kv_producer", {"qos_priority": 1, "backend": "local"}, "for MemCache's transfers"),
+        ("kv_producer", {"memcache_dp_init_barrier": 1}, "must be true or false"),
         ("kv_producer", {"prefill_pp_size": 2}, "pipeline parallelism is not supported"),
         *(
             ("kv_producer", {"local_dram_size_GB": size}, "above 0")

@@ -43,6 +43,7 @@ def compare_all(
         ("glm-tiny-mtp", 1, {"topk_buffer_size": 128}, BRIEF),  # the smallest for one draft
         ("glm-tiny-mtp", 3, {"topk_buffer_size": 256, "policy": "fifo"}, ORDINARY),
         ("glm-tiny-mtp", 3, {"topk_buffer_size": 1024, "prefill_buffers": 5, "ways": 32}, BRIEF),
+        ("glm-tiny-mtp", 3, {"topk_buffer_size": 256, "policy": "rrip3", "placement": "two_sets"}, BRIEF),
         ("dsv32-tiny-mtp", 3, {"topk_buffer_size": 256, "policy": "clock"}, ["mixed"]),
     ],
 )

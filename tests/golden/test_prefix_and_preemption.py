@@ -87,7 +87,9 @@ def test_control_readers_in_the_step_that_do_not_wait(lab, same_step_engine, mon
 
 
 def test_preemption(lab):
-    result, difference = lab.compare("preempted", offload={"topk_buffer_size": 64, "ways": 32})
+    result, difference = lab.compare(
+        "preempted", offload={"topk_buffer_size": 64, "ways": 32, "placement": "two_sets"}
+    )
     assert len(set(result.trace.preempted)) >= 2
     assert all(outcome.finished for outcome in result.outcomes)
     assert difference == 0.0

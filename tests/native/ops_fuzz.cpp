@@ -47,8 +47,10 @@ using Ints = std::vector<std::int32_t>;
 class Round {
  public:
   explicit Round(std::uint64_t seed) : random_(seed) {
-    ways_ = below(2) ? 16 : 32;
-    sets_ = std::int64_t{1} << below(4);
+    placement_ = below(2) ? Placement::kOneSet : Placement::kTwoSets;
+    const std::int64_t sets_of_id = placement_ == Placement::kTwoSets ? 2 : 1;
+    ways_ = (below(2) ? 16 : 32) / sets_of_id;
+    sets_ = sets_of_id << below(4);
     query_len_ = 1 + below(4);
     width_ = 1 + below(ways_ * sets_ / query_len_);
     if (below(4) == 0) width_ = ways_ * sets_ / query_len_;
@@ -137,7 +139,8 @@ class Round {
     return {topk_.data(), starts_.data(), lengths_.data(), row_of_.data(), tokens_, width_, rows_};
   }
   ResidencyView residency() {
-    return {tags_.data(), ages_.data(), hands_.data(), high_.data(), rows_, sets_, static_cast<int>(ways_), policy_};
+    return {tags_.data(), ages_.data(), hands_.data(), high_.data(), rows_, sets_, static_cast<int>(ways_), policy_,
+            placement_};
   }
   PlanOutput output() {
     return {slots_.data(),       new_slots_.data(), miss_ids_.data(), miss_slots_.data(),  miss_counts_.data(),
@@ -326,6 +329,7 @@ class Round {
   std::int64_t ways_, sets_, query_len_, width_, rows_, tokens_ = 0, version_ = 0;
   std::uint64_t digest_ = 14695981039346656037u;
   Policy policy_;
+  Placement placement_;
   bool compact_ = false;
   Workspace kept_;
   Ints tags_, high_, topk_, starts_, lengths_, row_of_, slots_, new_slots_, miss_ids_, miss_slots_, miss_counts_,

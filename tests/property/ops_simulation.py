@@ -9,6 +9,7 @@ import torch
 
 from tests.plan_cases import MAX_QUERY_LEN, Shape, Step
 from vllm_kvoffload import ops
+from vllm_kvoffload.policies import PLACEMENT_TABLE
 
 ROW_BYTES = 8
 BLOCK_SIZE = 16
@@ -129,7 +130,8 @@ class Simulation(Pools):
         return version_of(self.hot[partition, slot])
 
     def check_residents(self) -> None:
-        """Every tag tells the truth: its slot holds the token's current row, in its own set, once."""
+        """Every tag tells the truth: its slot holds the token's current row, in a set of its own, once."""
+        placement = PLACEMENT_TABLE[self.shape.placement]
         for partition in range(self.shape.num_partitions):
             tags = self.residency.tags[partition]
             resident = [(int(s), int(w), int(tags[s, w])) for s, w in (tags >= 0).nonzero()]
@@ -137,11 +139,11 @@ class Simulation(Pools):
             assert len(set(ids)) == len(ids)
             high = int(self.residency.high[partition])
             for index, way, token in resident:
-                assert token % self.shape.sets == index
+                assert index in placement.sets_of(token, self.shape.sets)
                 assert token < high
-                assert self.held(partition, index * self.shape.ways + way) == self.truth[partition][token], (
-                    f"stale {token}"
-                )
+                assert (
+                    self.held(partition, index * self.shape.set_ways + way) == self.truth[partition][token]
+                ), f"stale {token}"
 
     def check_misses(self, step: Step) -> None:
         stats = dict(zip(ops.STATS, self.out.stats.tolist(), strict=True))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_kvoffload.geometry import Component, KVGeometry
@@ -141,6 +141,7 @@ def test_factor_stays_below_the_promise(case):
     assert plan.tokens == (plan.num_blocks - 1) * case.block_size
 
 
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(cases())
 def test_the_named_fixes_work(case):
     """Whatever an error tells the user to set is accepted when they set it."""
@@ -300,11 +301,15 @@ def test_ragged_sets():
 # ---------------------------------------------------------------------------------- against what is allocated
 
 
-@pytest.mark.parametrize(("ways", "drafts"), [(16, 0), (32, 3)])
-def test_metadata_terms_are_what_the_ops_allocate(ways, drafts):
+@pytest.mark.parametrize(
+    ("ways", "drafts", "placement"), [(16, 0, "one_set"), (32, 3, "one_set"), (16, 0, "two_sets")]
+)
+def test_metadata_terms_are_what_the_ops_allocate(ways, drafts, placement):
     pytest.importorskip("torch")
     ops = pytest.importorskip("vllm_kvoffload.ops")
     model = geometry(drafts=drafts, mtp=1 if drafts else 0)
     case = inputs(geometry=model, max_num_seqs=3, topk_buffer_size=8192, ways=ways)
-    assert case.residency_bytes == len(model.groups) * ops.Residency.allocate(3, 8192, ways).nbytes
+    case = replace(case, placement=placement)
+    residency = ops.Residency.allocate(3, 8192, ways, placement=placement)
+    assert case.residency_bytes == len(model.groups) * residency.nbytes
     assert case.plan_bytes == ops.PlanOut(3 * (1 + drafts), 3, 2048, 1 + drafts).nbytes

@@ -143,7 +143,7 @@ def conformance_out(shape: Shape) -> conformance.ConformanceOut:
 
 def as_fifo(shape: Shape) -> Shape:
     """The same pool in sets of 16."""
-    return replace(shape, ways=16, sets=shape.sets * shape.ways // 16, policy="fifo")
+    return replace(shape, ways=16, sets=shape.slots_per_partition // 16, policy="fifo", placement="one_set")
 
 
 class CannTables:

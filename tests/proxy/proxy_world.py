@@ -185,6 +185,7 @@ class FakeEngine:
         self.port = free_port()
         self.healthy = True
         self.tokenizes = True
+        self.tokens: Behaviour | None = None  # of /tokenize, instead of its usual answer
         self.frozen = False  # takes connections and requests, answers nothing, as after SIGSTOP
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -233,6 +234,9 @@ class FakeEngine:
         if method == "GET":
             await exchange.respond(200 if self.healthy else 503, {"data": [{"id": "m"}]})
             return True
+        if path == "/tokenize" and self.tokens is not None:
+            await self.tokens(exchange)
+            return not writer.transport.is_closing()
         if path == "/tokenize":
             status = 200 if self.tokenizes else 404
             await exchange.respond(status, {"tokens": [9] * len(exchange.body["prompt"].split())})

@@ -135,6 +135,8 @@ def test_more_prompts_than_the_engine_has_threads(stream: bool) -> None:
         ({"n": 2, "seed": "x"}, "seed"),
         ({"n": 2000}, "n"),
         ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": "-1"}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -1.0}, "truncate_prompt_tokens"),
         ({"stream": "yes"}, "stream"),
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": ["a", [1]]}, "prompt"),

@@ -53,6 +53,12 @@ def environ(tmp_path: Path) -> Iterator[dict[str, str]]:
 ERRORS = [RuntimeError("of C++"), TypeError("incompatible function arguments"), MemoryError(), KeyError("x")]
 
 
+@pytest.mark.parametrize("priority", [None, 0, 4])
+def test_the_library_starts_with_the_priority(environ: dict[str, str], priority: int | None) -> None:
+    MemcacheStore(environ=environ, library=Library(ERRORS[0]), qos_priority=priority).close()
+    assert environ.get("MF_DEVICE_UB_QOS") == (None if priority is None else str(priority))
+
+
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 def test_every_call_that_raises(environ: dict[str, str], error: Exception) -> None:
     store = MemcacheStore(environ=environ, library=Library(error))

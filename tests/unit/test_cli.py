@@ -115,9 +115,10 @@ def test_no_baseline_is_valid_json(config_file):
     ("config", "options", "words"),
     [
         ({"model_type": "llama"}, (), ["index_topk=None", "no sparse attention indexer"]),
-        (glm_5_3(), ("--topk-buffer-size", 6144), ["topk_buffer_size=6144", "set it to 4096 or 8192"]),
+        (glm_5_3(), ("--topk-buffer-size", 6000), ["topk_buffer_size=6000", "set it to 4096 or 8192"]),
         (glm_5_3(), ("--num-speculative-tokens", 3), ["topk_buffer_size=4096", "set it to 8192"]),
         (glm_5_3(), ("--ways", 8), ["ways=8", "set it to 16"]),
+        (glm_5_3(), ("--placement", "two"), ["placement='two'", "one_set, two_sets"]),
         (glm_5_3(), ("--dram-gb", 0), ["dram_size_per_dp_GB=0", "set it to 1"]),
         (glm_5_3(), ("--aggregated", "--prefill-buffers", 9), ["prefill_buffers=9", "set it to 8"]),
         (glm_5_3(), ("--max-model-len", 0), ["max_model_len=0", "--max-model-len 1"]),

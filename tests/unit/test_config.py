@@ -7,6 +7,7 @@ import pytest
 from vllm_kvoffload.policies import POLICIES
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.offload import (
+    SECTION,
     EngineFacts,
     SparseOffloadConfig,
     parse_sparse_offload,
@@ -62,6 +63,19 @@ def test_defaults():
     assert config.num_sets == 256
 
 
+def test_the_number_of_sets_follows_the_placement():
+    config = SparseOffloadConfig(topk_buffer_size=8192)
+    assert config.num_sets == 512
+    assert replace(config, placement="two_sets").num_sets == 1024
+    assert replace(config, placement="two_sets", ways=32).num_sets == 512
+
+
+def test_only_one_set_plans_as_published():
+    config = SparseOffloadConfig(delivery="compact", policy="fifo")
+    assert config.plans_as_published
+    assert not replace(config, placement="two_sets").plans_as_published
+
+
 @pytest.mark.parametrize("absent", [None, {}, {"torchair_graph_config": {"enabled": True}, "refresh": True}])
 def test_absent_means_disabled(absent):
     assert parse_sparse_offload(absent) == SparseOffloadConfig()
@@ -74,6 +88,7 @@ def test_every_key_is_read():
         "dram_size_per_dp_GB": 7,
         "keep_device_kv_cache": True,
         "ways": 32,
+        "placement": "two_sets",
         "policy": "clock",
         "delivery": "in_place",
         "prefill_buffers": 8,
@@ -101,6 +116,8 @@ def test_every_key_is_read():
         ("ways", 8, "must be 16 or 32", "set it to 16"),
         ("ways", 64, "must be 16 or 32", "set it to 32"),
         ("ways", "16", "must be an integer", "without quotes"),
+        ("placement", "one", "must be one of one_set, two_sets", 'set it to "one_set"'),
+        ("placement", 2, "must be one of one_set, two_sets", "set it to"),
         ("policy", "mru", f"must be one of {', '.join(POLICIES)}", 'set it to "rrip"'),
         ("policy", "RRIP", "must be one of fifo, clock, ", 'set it to "rrip"'),
         ("policy", "clok", "must be one of fifo, clock, ", 'set it to "clock"'),
@@ -285,6 +302,68 @@ def test_hot_pool_size(size, ways, changes, rule, fix):
     assert_one_clear_line(caught.value, "sparse_kv_offload_config.topk_buffer_size", size, rule, fix)
     for suggestion in caught.value.fix.removeprefix("set it to ").split(" or "):
         validate_sparse_offload(replace(config, topk_buffer_size=int(suggestion)), facts)
+
+
+@pytest.mark.parametrize(
+    ("given", "ways", "used"),
+    [
+        (6144, 16, 4096),
+        (12288, 16, 8192),
+        (18432, 16, 16384),
+        (20480, 32, 16384),
+        (2176, 16, 2048),
+        (4096, 32, 4096),
+    ],
+)
+def test_sizes_of_vllm_ascend_are_rounded_down(given, ways, used):
+    """Its sizes are multiples of blocks; a partition here has a power of two of sets."""
+    config = parse_sparse_offload({SECTION: {"enabled": True, "topk_buffer_size": given, "ways": ways}})
+    assert config.topk_buffer_size == used
+    validate_sparse_offload(config, DECODE)
+    assert (config.rounded == "") == (used == given)
+    assert used == given or all(
+        word in config.rounded for word in (str(given), str(used), "topk_buffer_size")
+    )
+
+
+def test_a_size_that_is_too_small_once_rounded_is_refused_as_it_was_given():
+    config = parse_sparse_offload({SECTION: {"enabled": True, "topk_buffer_size": 6144}})
+    with pytest.raises(ConfigError) as caught:
+        validate_sparse_offload(config, replace(DECODE, num_speculative_tokens=2))
+    assert_one_clear_line(
+        caught.value,
+        "sparse_kv_offload_config.topk_buffer_size",
+        6144,
+        "gives hot pools of 4096 slots (a power of two of sets), which must be at least 6144",
+        "set it to 8192",
+    )
+
+
+@pytest.mark.parametrize("size", [4100, 6145, 100, 8])
+def test_sizes_that_are_no_multiple_of_a_block_are_not_rounded(size):
+    assert parse_sparse_offload({SECTION: {"topk_buffer_size": size}}).topk_buffer_size == size
+
+
+def test_keys_of_vllm_ascend_that_switch_nothing_on_are_accepted():
+    section = {"enabled": True, "use_fused_overlap": False, "fused_op_type": "none"}
+    assert parse_sparse_offload({SECTION: section}) == parse_sparse_offload({SECTION: {"enabled": True}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("use_fused_overlap", True, "on a stream of its own"),
+        ("use_fused_overlap", "false", "must be true or false"),
+        ("fused_op_type", "fused_copy_sfa", "operators of its own"),
+        ("fused_op_type", None, "operators of its own"),
+        ("fused_op", "none", "did you mean 'fused_op_type'"),
+    ],
+)
+def test_keys_of_vllm_ascend_that_would_switch_something_on_are_refused(key, value, rule):
+    with pytest.raises(ConfigError) as caught:
+        parse_sparse_offload({SECTION: {"enabled": True, key: value}})
+    assert caught.value.key == f"sparse_kv_offload_config.{key}"
+    assert rule in caught.value.rule
 
 
 def test_valid_buffer_sizes():

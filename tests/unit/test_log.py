@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -41,6 +42,30 @@ def test_strangers_can_not_make_kinds_without_end(said: list[str]) -> None:
     for number in range(3 * KINDS_KEPT):
         quiet.error(f"kind {number}", "text")
     assert len(said) == KINDS_KEPT + 1
+
+
+def test_lines_left_out_of_old_kinds_are_forgotten(said: list[str]) -> None:
+    """Kinds may hold what a request says, such as a host; each named twice must not be kept for ever."""
+    now = 0.0
+    quiet = RateLimitedLog("quiet-test", lambda: now, period_s=10.0)
+    for number in range(8 * KINDS_KEPT):
+        now += 0.1
+        quiet.error(f"kind {number}", "text")
+        quiet.error(f"kind {number}", "text")
+    assert len(said) == 8 * KINDS_KEPT
+    assert max(len(quiet._next), len(quiet._dropped)) <= KINDS_KEPT + 1
+
+
+def test_threads_may_log_at_the_same_time(said: list[str]) -> None:
+    quiet = RateLimitedLog("quiet-test", lambda: 0.0)
+
+    def log(thread: int) -> None:
+        for number in range(2000):
+            quiet.error(f"kind {thread} {number}", "text")
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(log, range(4)))  # raises what a thread raised
+    assert len(said) >= KINDS_KEPT
 
 
 def test_foreign_text_is_one_short_line() -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from vllm_kvoffload.cli import control_key, memcache, operators, proxy, trace
 from vllm_kvoffload.cli import doctor as diagnosis
 from vllm_kvoffload.cli import size as sizing
-from vllm_kvoffload.policies import DEFAULT_POLICY, TABLE
+from vllm_kvoffload.policies import DEFAULT_PLACEMENT, DEFAULT_POLICY, TABLE
 from vllm_kvoffload.settings.errors import ConfigError
 
 DEMO_MODULE = "vllm_kvoffload.demo.run"
@@ -48,7 +48,10 @@ def size(
     ] = None,
     dram_gb: Annotated[int, typer.Option(help="dram_size_per_dp_GB: host memory for main KV, GiB.")] = 128,
     topk_buffer_size: Annotated[int, typer.Option(help="Hot-pool slots of a request.")] = 4096,
-    ways: Annotated[int, typer.Option(help="Slots of a hot pool's set, 16 or 32.")] = 16,
+    ways: Annotated[int, typer.Option(help="Hot-pool slots that a token can be in, 16 or 32.")] = 16,
+    placement: Annotated[
+        str, typer.Option(help="one_set or two_sets, in which these slots are.")
+    ] = DEFAULT_PLACEMENT,
     policy: Annotated[str, typer.Option(help=POLICY_HELP)] = DEFAULT_POLICY,
     delivery: Annotated[str, typer.Option(help="in_place or compact.")] = "in_place",
     max_num_seqs: Annotated[int, typer.Option(help="Requests that decode together.")] = 64,
@@ -89,6 +92,7 @@ def size(
         dram_gb=dram_gb,
         topk_buffer_size=topk_buffer_size,
         ways=ways,
+        placement=placement,
         policy=policy,
         delivery=delivery,
         max_num_seqs=max_num_seqs,

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from vllm_kvoffload.geometry import KVGeometry
 from vllm_kvoffload.layerwise.buffer_plan import geometry_layers, plan_buffers
-from vllm_kvoffload.policies import DEFAULT_POLICY
+from vllm_kvoffload.policies import DEFAULT_PLACEMENT, DEFAULT_POLICY
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.offload import EngineFacts, parse_sparse_offload, validate_sparse_offload
 from vllm_kvoffload.settings.store import parse_buffer_options
@@ -41,6 +41,7 @@ class SizeRequest:
     dram_gb: int = 128
     topk_buffer_size: int = 4096
     ways: int = 16
+    placement: str = DEFAULT_PLACEMENT
     policy: str = DEFAULT_POLICY
     delivery: str = "in_place"
     max_num_seqs: int = 64
@@ -141,6 +142,7 @@ def _capacity_inputs(request: SizeRequest, geometry: KVGeometry, length: int) ->
         "dram_size_per_dp_GB": request.dram_gb,
         "keep_device_kv_cache": request.keep_device,
         "ways": request.ways,
+        "placement": request.placement,
         "policy": request.policy,
         "delivery": request.delivery,
         **({"prefill_buffers": request.prefill_buffers} if request.prefill_buffers else {}),

@@ -43,7 +43,9 @@ def generate(
     suite: Annotated[
         Path | None, typer.Option(help="Folder for the whole trace suite, one file per trace.")
     ] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Of the suite only this trace. Repeatable.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Of the suite only this trace, or drift. Repeatable.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Instead of a suite: one trace file, made as below.")
     ] = None,
@@ -57,16 +59,17 @@ def generate(
 ) -> None:
     """Make synthetic traces: the suite, or one."""
     from vllm_kvoffload.trace.generator import SCORE_MODELS
-    from vllm_kvoffload.trace.suite import SUITE, TraceSpec, write_suite, write_trace
+    from vllm_kvoffload.trace.suite import LONG_RUNS, SUITE, TraceSpec, write_suite, write_trace
 
     with _errors("generate"):
         if (suite is None) == (out is None):
             raise ValueError("give either --suite FOLDER or --out FILE")
         if suite is not None:
-            names = [spec.name for spec in SUITE]
+            names = [spec.name for spec in (*SUITE, *LONG_RUNS)]
             if unknown := sorted(set(only or ()) - set(names)):
                 raise ValueError(f"the suite has no {', '.join(unknown)}; it has {', '.join(names)}")
-            for path in write_suite(suite, [spec for spec in SUITE if not only or spec.name in only], seed):
+            named = [spec for spec in (*SUITE, *LONG_RUNS) if spec.name in (only or ())]
+            for path in write_suite(suite, named or SUITE, seed):
                 typer.echo(f"{path}  {path.stat().st_size / 1e6:.1f} MB")
         if out is not None:
             if model not in SCORE_MODELS:

@@ -9,7 +9,13 @@ class Workspace:
 
 class Residency:
     def __init__(
-        self, tags: torch.Tensor, ages: torch.Tensor, hands: torch.Tensor, high: torch.Tensor, policy: str
+        self,
+        tags: torch.Tensor,
+        ages: torch.Tensor,
+        hands: torch.Tensor,
+        high: torch.Tensor,
+        policy: str,
+        placement: str = "one_set",
     ) -> None: ...
 
 class PlanOut:

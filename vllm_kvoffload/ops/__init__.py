@@ -29,11 +29,13 @@ from vllm_kvoffload.ops.types import (
     Residency,
     Workspace,
 )
-from vllm_kvoffload.policies import DEFAULT_POLICY, POLICIES
+from vllm_kvoffload.policies import DEFAULT_PLACEMENT, DEFAULT_POLICY, PLACEMENTS, POLICIES
 
 __all__ = [
+    "DEFAULT_PLACEMENT",
     "DEFAULT_POLICY",
     "DEFAULT_WAYS",
+    "PLACEMENTS",
     "POLICIES",
     "STATS",
     "Kind",

@@ -92,7 +92,7 @@ def plan(
         query_start_loc: int32 [N + 1], starts at 0.
         seq_lens: int32 [N], any value.
         rows: int32 [N], the request's partition; negative: the request is skipped.
-        residency: 16 ways, policy ``fifo``.
+        residency: 16 ways, policy ``fifo``, placement ``one_set``.
         id_range: ids from here on never hit, and are not installed.
         out: overwritten.
 

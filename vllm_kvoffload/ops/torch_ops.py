@@ -8,8 +8,8 @@ Inductor (torch 2.13) drops a bare copy (``clone``, ``copy_``) of a buffer betwe
 it, whichever ops they are: the copy then shows the later write. A result computed from the buffer is right.
 
 Arguments and errors are those of the plain functions. A :class:`~vllm_kvoffload.ops.Residency` is passed as
-its four tensors and its policy, a :class:`~vllm_kvoffload.ops.PlanOut` as its buffers in the order of
-``PlanOut.buffers``.
+its four tensors and its policy, and must have the placement ``one_set``; a
+:class:`~vllm_kvoffload.ops.PlanOut` is passed as its buffers in the order of ``PlanOut.buffers``.
 """
 
 from __future__ import annotations

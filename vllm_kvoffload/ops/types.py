@@ -1,7 +1,7 @@
 """State and output buffers of the plan.
 
-Symbols: R partitions, one for each decoding request, P slots per partition, W ways, S = P / W sets, T query
-tokens, N requests, K top-k width.
+Symbols: R partitions, one for each decoding request, P slots per partition, W ways of an id, V ways of a set
+(W, or W / 2 where an id has two sets), S = P / V sets, T query tokens, N requests, K top-k width.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 import torch
 
 from vllm_kvoffload.ops import _C
-from vllm_kvoffload.policies import DEFAULT_POLICY
+from vllm_kvoffload.policies import DEFAULT_PLACEMENT, DEFAULT_POLICY, PLACEMENT_TABLE
 
 DEFAULT_WAYS: Final = 16
 # Names of the entries of PlanOut.stats, in order.
@@ -53,30 +53,39 @@ class Kind(IntEnum):
 class Residency:
     """Assignment of tokens to the slots of each partition, for one index group.
 
-    Slot number within a partition: ``set * W + way``; a token id lives in set ``id & (S - 1)`` only.
+    Slot number within a partition: ``set * V + way of the set``. A token id lives in set ``id & (S - 1)``, or
+    in one of the two sets that :meth:`~vllm_kvoffload.policies.Placement.sets_of` gives.
 
     Attributes:
-        tags: int32 [R, S, W], the token id in each slot, -1 when empty.
-        ages: uint8 [R, S, W], the policy's bits of each slot.
-        hands: uint8 [R, S], the policy's next way per set.
+        tags: int32 [R, S, V], the token id in each slot, -1 when empty.
+        ages: uint8 [R, S, V], the policy's bits of each slot.
+        hands: uint8 [R, S], the policy's next way per set, of the W ways of the ids whose first set it is.
         high: int32 [R], the seq_len of the partition's last plan, 0 after a reset.
         policy: its name, one of ``policies.POLICIES``.
+        placement: its name, one of ``policies.PLACEMENTS``.
 
     In device memory it serves the device's own kernels, which take the tensors; it then has no ``handle``.
 
     Raises ``ValueError`` when a CPU tensor is not contiguous and of that shape and type, W is not 16 or 32, S
-    is not a power of two, or the policy is unknown.
+    is not a power of two or 1 where an id has two sets, or the policy or placement is unknown.
     """
 
     def __init__(
-        self, tags: torch.Tensor, ages: torch.Tensor, hands: torch.Tensor, high: torch.Tensor, policy: str
+        self,
+        tags: torch.Tensor,
+        ages: torch.Tensor,
+        hands: torch.Tensor,
+        high: torch.Tensor,
+        policy: str,
+        placement: str = DEFAULT_PLACEMENT,
     ) -> None:
-        self._handle = _C.Residency(tags, ages, hands, high, policy) if _on_host(tags) else None
+        self._handle = _C.Residency(tags, ages, hands, high, policy, placement) if _on_host(tags) else None
         self.tags: Final = tags
         self.ages: Final = ages
         self.hands: Final = hands
         self.high: Final = high
         self.policy: Final = policy
+        self.placement: Final = placement
 
     @classmethod
     def allocate(
@@ -86,22 +95,28 @@ class Residency:
         ways: int = DEFAULT_WAYS,
         policy: str = DEFAULT_POLICY,
         device: torch.device | str = "cpu",
+        placement: str = DEFAULT_PLACEMENT,
     ) -> Residency:
         """An empty residency. ``slots_per_partition`` must be W times a power of two."""
         if ways not in {16, 32}:
             raise ValueError(f"ways: must be 16 or 32, got {ways}")
-        sets = slots_per_partition // ways
-        if sets < 1 or sets * ways != slots_per_partition or sets & (sets - 1):
+        if placement not in PLACEMENT_TABLE:
+            raise ValueError(f"placement: must be one of {', '.join(PLACEMENT_TABLE)}, got {placement!r}")
+        groups = slots_per_partition // ways
+        if groups < 1 or groups * ways != slots_per_partition or groups & (groups - 1):
             raise ValueError(
                 f"slots_per_partition: must be {ways} times a power of two, got {slots_per_partition}; "
                 "change topk_buffer_size"
             )
+        set_ways = PLACEMENT_TABLE[placement].set_ways(ways)
+        sets = slots_per_partition // set_ways
         return cls(
-            torch.full((num_partitions, sets, ways), -1, dtype=torch.int32, device=device),
-            torch.zeros((num_partitions, sets, ways), dtype=torch.uint8, device=device),
+            torch.full((num_partitions, sets, set_ways), -1, dtype=torch.int32, device=device),
+            torch.zeros((num_partitions, sets, set_ways), dtype=torch.uint8, device=device),
             torch.zeros((num_partitions, sets), dtype=torch.uint8, device=device),
             torch.zeros(num_partitions, dtype=torch.int32, device=device),
             policy,
+            placement,
         )
 
     @property
@@ -118,12 +133,18 @@ class Residency:
         return int(self.tags.shape[1])
 
     @property
-    def ways(self) -> int:
+    def set_ways(self) -> int:
+        """V, ways of a set."""
         return int(self.tags.shape[2])
 
     @property
+    def ways(self) -> int:
+        """W, ways of an id."""
+        return self.set_ways * PLACEMENT_TABLE[self.placement].sets_per_id
+
+    @property
     def slots_per_partition(self) -> int:
-        return self.num_sets * self.ways
+        return self.num_sets * self.set_ways
 
     @property
     def nbytes(self) -> int:

@@ -174,8 +174,10 @@ def open_segment(
     return pool
 
 
-def log_capacity(plan: CapacityPlan) -> None:
-    """Logs the start-up line with the offload's capacity."""
+def log_capacity(plan: CapacityPlan, rounded: str = "") -> None:
+    """Logs the offload's capacity. rounded: a line about an option that was rounded, or ""."""
+    if rounded:
+        logger.warning("%s", rounded)
     logger.info(
         "Sparse KV offload: %d KV tokens in %d blocks (%.1fx the %d tokens without offload; limit: %s). "
         "Device: hot pools %s, residency %s, prefill buffers %s, indexer %s; host pool %s.",

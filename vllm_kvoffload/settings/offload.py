@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from vllm_kvoffload.policies import DEFAULT_POLICY, POLICIES
+from vllm_kvoffload.policies import (
+    DEFAULT_PLACEMENT,
+    DEFAULT_POLICY,
+    PLACEMENT_TABLE,
+    PLACEMENTS,
+    POLICIES,
+)
 from vllm_kvoffload.settings.connectors import REMOTE_D2H
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.values import (
@@ -40,11 +46,14 @@ class SparseOffloadConfig:
     """Options of the sparse decode offload, as given under `sparse_kv_offload_config`.
 
     enabled: turn the offload on for this engine.
-    topk_buffer_size: P, slots (tokens) of one request's hot pool, in each layer.
+    topk_buffer_size: P, slots (tokens) of one request's hot pool, in each layer: as given, or rounded down to
+        a power of two of sets.
+    given_buffer_size: as given, where that is another size; else 0.
     dram_size_per_dp_GB: host memory for the main KV of one DP rank, in GiB; its TP ranks share it.
     keep_device_kv_cache: debugging only: keep the whole main KV on the device as well.
-    ways: W, slots of one set of the hot pool.
-    policy: replacement policy of a set's slots.
+    ways: W, slots of the hot pool that a token id can be in.
+    placement: "one_set": these are one set of W; "two_sets": they are two sets of W / 2.
+    policy: replacement policy of these slots.
     delivery: location of the top-k rows for attention: "in_place" in the hot pool itself, "compact" (slower,
         for comparison with published behaviour) in a copy from which the pool is refilled afterwards.
     prefill_buffers: layer buffers that prefill streams through; a decode engine uses them to recompute.
@@ -57,10 +66,21 @@ class SparseOffloadConfig:
     dram_size_per_dp_GB: int = 128
     keep_device_kv_cache: bool = False
     ways: int = 16
+    placement: str = DEFAULT_PLACEMENT
     policy: str = DEFAULT_POLICY
     delivery: str = "in_place"
     prefill_buffers: int = 2
     trace_path: str = ""
+    given_buffer_size: int = 0
+
+    @property
+    def rounded(self) -> str:
+        """A line for the log if the pools are smaller than asked for, else ""."""
+        if not self.given_buffer_size:
+            return ""
+        key, size = _name("topk_buffer_size"), self.topk_buffer_size
+        reason = f"the nearest size below whose sets of {self.ways} ways are a power of two"
+        return f"{key} {self.given_buffer_size}: hot pools have {size} slots, {reason}"
 
     @property
     def dram_bytes(self) -> int:
@@ -69,13 +89,14 @@ class SparseOffloadConfig:
 
     @property
     def plans_as_published(self) -> bool:
-        """Whether compact delivery uses the published plan: set-associative FIFO with 16 ways."""
-        return self.delivery == "compact" and self.policy == "fifo" and self.ways == 16
+        """Whether compact delivery uses the published plan: set-associative FIFO with 16 ways in one set."""
+        published = self.policy == "fifo" and self.ways == 16 and self.placement == "one_set"
+        return self.delivery == "compact" and published
 
     @property
     def num_sets(self) -> int:
         """S, sets of a partition: a power of two once `validate_sparse_offload` has accepted the options."""
-        return self.topk_buffer_size // self.ways
+        return self.topk_buffer_size // PLACEMENT_TABLE[self.placement].set_ways(self.ways)
 
 
 @dataclass(frozen=True)
@@ -147,8 +168,16 @@ def parse_sparse_offload(additional_config: Mapping[str, object] | None) -> Spar
         raise ConfigError(
             SECTION, section, "must be a JSON object", 'use {"enabled": true, ...}, or leave the key out'
         )
-    refuse_unknown_keys(SECTION, section, _CHECKS)
-    return SparseOffloadConfig(**{key: _CHECKS[key](_name(key), value) for key, value in section.items()})
+    refuse_unknown_keys(SECTION, section, (*_CHECKS, *_UPSTREAMS))
+    for key, check in _UPSTREAMS.items():
+        if key in section:
+            check(_name(key), section[key])
+    values = {key: _CHECKS[key](_name(key), section[key]) for key in _CHECKS if key in section}
+    given = values.get("topk_buffer_size", SparseOffloadConfig.topk_buffer_size)
+    usable = usable_buffer_size(given, values.get("ways", SparseOffloadConfig.ways))
+    if usable != given:
+        values |= {"topk_buffer_size": usable, "given_buffer_size": given}
+    return SparseOffloadConfig(**values)
 
 
 def _name(key: str) -> str:
@@ -163,7 +192,7 @@ def _refuse_misspelt_section(additional_config: Mapping[str, object]) -> None:
 
 
 def _ways(key: str, value: object) -> int:
-    # Two widths only: 16 tags are one cache line, 32 tags two.
+    # Two widths only: 16 tags are one cache line (two halves with two sets), 32 tags two.
     number = check_int(key, value, 1)
     if number not in WAYS:
         raise ConfigError(
@@ -172,12 +201,33 @@ def _ways(key: str, value: object) -> int:
     return number
 
 
+def _no_fused_overlap(key: str, value: object) -> None:
+    if check_bool(key, value):
+        rule = "is vllm-ascend's own; this offload fetches followers' rows ahead, on a stream of its own"
+        raise ConfigError(key, value, rule, "set it to false, or leave it out")
+
+
+def _no_fused_operators(key: str, value: object) -> None:
+    if value != "none":
+        rule = (
+            "is vllm-ascend's own; this offload uses operators of its own, if `kvoffload build-ops` made them"
+        )
+        raise ConfigError(key, value, rule, 'set it to "none", or leave it out')
+
+
+_UPSTREAMS: dict[str, Callable[[str, object], None]] = {
+    "use_fused_overlap": _no_fused_overlap,
+    "fused_op_type": _no_fused_operators,
+}
+"""Keys of vllm-ascend's section of the same name: accepted where they switch nothing on."""
+
 _CHECKS: dict[str, Callable[[str, object], Any]] = {
     "enabled": check_bool,
     "topk_buffer_size": partial(check_int, low=1),
     "dram_size_per_dp_GB": partial(check_int, low=1),
     "keep_device_kv_cache": check_bool,
     "ways": _ways,
+    "placement": partial(check_one_of, choices=PLACEMENTS, default=DEFAULT_PLACEMENT),
     "policy": partial(check_one_of, choices=POLICIES, default=DEFAULT_POLICY),
     "delivery": partial(check_one_of, choices=DELIVERIES, default="in_place"),
     "prefill_buffers": partial(check_int, low=2, high=8),
@@ -301,7 +351,22 @@ def check_hot_pool(config: SparseOffloadConfig, facts: EngineFacts) -> None:
     else:
         return
     valid = valid_buffer_sizes(size, ways, max(need, facts.block_size))
-    raise ConfigError(_name("topk_buffer_size"), size, rule, f"set it to {' or '.join(map(str, valid))}")
+    given = config.given_buffer_size or size
+    if config.given_buffer_size:
+        rule = f"gives hot pools of {size} slots (a power of two of sets), which {rule}"
+    raise ConfigError(_name("topk_buffer_size"), given, rule, f"set it to {' or '.join(map(str, valid))}")
+
+
+ROUNDED_UNIT = 128
+"""Multiples of this many tokens, vllm-ascend's block, are rounded; other sizes are typing errors."""
+
+
+def usable_buffer_size(size: int, ways: int) -> int:
+    """The greatest valid size up to `size`, which may be any multiple of a block, as vllm-ascend's sizes
+    6144 or 20480 are; `size` itself where it is no such multiple, for the rules to refuse."""
+    if size % ROUNDED_UNIT or size < ways:
+        return size
+    return int(ways << ((size // ways).bit_length() - 1))
 
 
 def valid_buffer_sizes(size: int, ways: int, least: int) -> list[int]:

@@ -27,6 +27,8 @@ SCHEDULER = "vllm_kvoffload.connectors.ascend_store.lost_steps.LostStepScheduler
 
 DEFAULT_LOCAL_GB = 4.0
 MAX_PREFETCH = 8
+QOS = "qos_priority"
+HIGHEST_QOS = 4
 NUM_SHARED = f"{EXTRA}.layerwise_num_shared_buffers"
 INDEPENDENT = f"{EXTRA}.layerwise_independent_layers"
 
@@ -50,6 +52,7 @@ class AscendStoreConfig:
     number of layers that loads may run ahead. max_transfer_blocks, max_transfer_bytes: per call of the store,
     0 for no limit. save_decode_cache: also store KV computed after the prompt; always true with shared
     buffers. local_bytes: of the local backend's pool. namespace: separates engines that share a store.
+    qos_priority: of MemCache's transfers, 0 to 4, None for its default.
     """
 
     backend: str
@@ -60,6 +63,7 @@ class AscendStoreConfig:
     save_decode_cache: bool
     local_bytes: int
     namespace: str
+    qos_priority: int | None = None
 
 
 def parse_ascend_store(kv_role: str | None, extra: Mapping[str, Any]) -> AscendStoreConfig:
@@ -96,7 +100,20 @@ def parse_ascend_store(kv_role: str | None, extra: Mapping[str, Any]) -> AscendS
         save_decode_cache=_bool(extra, "save_decode_cache"),
         local_bytes=_local_bytes(extra),
         namespace=check_text(f"{EXTRA}.namespace", extra.get("namespace", "")),
+        qos_priority=_qos(extra),
     )
+
+
+def _qos(extra: Mapping[str, Any]) -> int | None:
+    check_bool(f"{EXTRA}.memcache_dp_init_barrier", extra.get("memcache_dp_init_barrier", True))
+    if QOS not in extra:
+        return None
+    key, value = f"{EXTRA}.{QOS}", extra[QOS]
+    if _backend(extra.get("backend")) != "memcache":
+        raise ConfigError(
+            key, value, "is for MemCache's transfers", 'leave it out, or set backend to "memcache"'
+        )
+    return check_int(key, value, 0, HIGHEST_QOS)
 
 
 def parse_buffer_options(num_shared_buffers: Any, independent_layers: Any) -> BufferOptions:
@@ -126,7 +143,7 @@ _KEYS = (
     "backend", "use_layerwise", "layerwise_num_shared_buffers", "layerwise_independent_layers",
     "layerwise_prefetch_layers", "layerwise_max_transfer_blocks", "layerwise_max_transfer_bytes",
     "save_decode_cache", "consumer_is_to_load", "consumer_is_to_put", "load_async", "namespace",
-    "local_dram_size_GB",
+    "local_dram_size_GB", QOS, "memcache_dp_init_barrier",
 )  # fmt: skip
 
 _KNOWN_ELSEWHERE: Mapping[str, str] = {

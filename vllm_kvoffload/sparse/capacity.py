@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from vllm_kvoffload.geometry import KVGeometry
+from vllm_kvoffload.policies import DEFAULT_PLACEMENT, PLACEMENT_TABLE
 from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.settings.offload import SECTION, SparseOffloadConfig
 from vllm_kvoffload.settings.values import GIB
@@ -36,7 +37,7 @@ class CapacityInputs:
 
     device_bytes: A, the device budget for all KV. dram_bytes: host memory for the main KV.
     max_num_seqs: R, partitions of the hot pools. topk_buffer_size: P, slots of a partition. ways: W, slots of
-    a set.
+    an id. placement: whether they are in one set.
     prefill_buffers: layer buffers of max_model_len tokens that prefill streams through; 0 with
         `keep_device_kv_cache`.
     keep_device: the whole main KV stays on the device as well (`keep_device_kv_cache`).
@@ -51,6 +52,7 @@ class CapacityInputs:
     max_model_len: int
     topk_buffer_size: int
     ways: int = 16
+    placement: str = DEFAULT_PLACEMENT
     prefill_buffers: int = 0
     keep_device: bool = False
     delivery: str = "in_place"
@@ -78,6 +80,7 @@ class CapacityInputs:
             max_model_len=max_model_len,
             topk_buffer_size=offload.topk_buffer_size,
             ways=offload.ways,
+            placement=offload.placement,
             prefill_buffers=prefill_buffers,
             keep_device=offload.keep_device_kv_cache,
             delivery=offload.delivery,
@@ -93,7 +96,7 @@ class CapacityInputs:
     @property
     def residency_bytes(self) -> int:
         """Tag and age of every slot, hand of every set, highest length of every row, for each index group."""
-        sets = self.topk_buffer_size // self.ways
+        sets = self.topk_buffer_size // PLACEMENT_TABLE[self.placement].set_ways(self.ways)
         partition = self.topk_buffer_size * (_TAG_BYTES + _AGE_BYTES) + sets * _HAND_BYTES + _HIGH_BYTES
         return len(self.geometry.groups) * self.max_num_seqs * partition
 

@@ -8,6 +8,7 @@ import torch
 
 from vllm_kvoffload import ops
 from vllm_kvoffload.geometry import IndexGroup, KVGeometry
+from vllm_kvoffload.policies import DEFAULT_PLACEMENT
 from vllm_kvoffload.sparse.row_ops import RowOps, Rows, TensorRows
 
 
@@ -31,7 +32,7 @@ class HotPool:
         geometry: layers and groups.
         num_partitions: R, maximum number of concurrently decoding requests.
         num_slots: P, slots of a partition.
-        ways: W. policy: name of the replacement policy.
+        ways: W. placement, policy: names of the placement and the replacement policy.
         row_ops: allocates rows; None for plain memory.
         device: holds the residencies; the plans run there.
     """
@@ -44,6 +45,7 @@ class HotPool:
         num_slots: int,
         ways: int,
         policy: str,
+        placement: str = DEFAULT_PLACEMENT,
         row_ops: RowOps | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -55,7 +57,9 @@ class HotPool:
         self._group_of = [geometry.group_of(layer).index for layer in range(geometry.num_layers)]
         self._row_nbytes = geometry.num_layers * num_partitions * num_slots * geometry.main_row_bytes
         self.groups = [
-            GroupPool(group, ops.Residency.allocate(num_partitions, num_slots, ways, policy, device))
+            GroupPool(
+                group, ops.Residency.allocate(num_partitions, num_slots, ways, policy, device, placement)
+            )
             for group in geometry.groups
         ]
 

@@ -81,6 +81,7 @@ class SparseKVManager:
             num_slots=config.topk_buffer_size,
             ways=config.ways,
             policy=config.policy,
+            placement=config.placement,
             row_ops=row_ops,
             device=planning.device if planning is not None else "cpu",
         )

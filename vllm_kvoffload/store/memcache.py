@@ -12,7 +12,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
+QOS_VARIABLE = "MF_DEVICE_UB_QOS"
 CALL_S = 5.0
 INIT_S = 120.0
 WRITE_LEASE_S = 30.0
@@ -90,6 +91,7 @@ class MemcacheStore:
     Args:
         copies: whether this process contributes memory and copies; the scheduler's doesn't.
         device_id: accelerator of this process. environ: contains MMC_LOCAL_CONFIG_PATH.
+        qos_priority: of transfers, 0 to 4, greater is sooner; None for the library's default.
         library: substitute for `memcache_hybrid` in tests. timeout_s: of a control call.
         write_lease_s: limit of an unfinished write.
 
@@ -105,12 +107,15 @@ class MemcacheStore:
         *,
         copies: bool = True,
         device_id: int = 0,
-        environ: Mapping[str, str] = os.environ,
+        environ: MutableMapping[str, str] = os.environ,
+        qos_priority: int | None = None,
         library: Any = None,
         timeout_s: float = CALL_S,
         write_lease_s: float = WRITE_LEASE_S,
     ) -> None:
         self._conf = _local_conf(environ)
+        if qos_priority is not None:
+            environ[QOS_VARIABLE] = str(qos_priority)  # read by the library when it starts
         self._library = library or _load()
         self._copies = copies
         self._timeout_s = timeout_s

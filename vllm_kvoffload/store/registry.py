@@ -22,6 +22,7 @@ def make_store(
     instance: str,
     device_id: int = 0,
     devices: DeviceCopies | None = None,
+    qos_priority: int | None = None,
 ) -> Store:
     """Makes a client, importing its backend's package on demand.
 
@@ -30,6 +31,7 @@ def make_store(
         role: "owner" for tensor parallel rank 0 (with `local` it holds the pool and must exist before other
             clients can work), "rank" for the other ranks, "scheduler" for a client that never copies.
         instance: one name per engine and data parallel rank. device_id: accelerator of this process.
+        qos_priority: of `memcache`'s transfers, None for its default.
         devices: copies to and from that accelerator's memory for `local`; `memcache` has its own.
 
     Raises:
@@ -51,7 +53,7 @@ def make_store(
     if backend == "memcache":
         from vllm_kvoffload.store.memcache import MemcacheStore
 
-        return MemcacheStore(copies=role != "scheduler", device_id=device_id)
+        return MemcacheStore(copies=role != "scheduler", device_id=device_id, qos_priority=qos_priority)
     raise ConfigError(
         "backend", backend, f"must be one of {', '.join(BACKENDS)}", 'use "local" or "memcache"'
     )

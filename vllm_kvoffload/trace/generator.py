@@ -1,8 +1,9 @@
-"""Synthetic indexers: streams of top-k ids with the hit rates published for real models.
+"""Synthetic indexers: streams of top-k ids with the hit rates, or the retention, published for real models.
 
-Real top-k traces are not public. A token's score here is the sum of a constant Gumbel variate (some tokens
-matter throughout), an AR(1) process (relevance drifts) and white noise. The top-k indices are the K best
-tokens, and always include the most recent ones.
+Real top-k traces are not public. A token's score in a :class:`ScoreModel` is the sum of a constant Gumbel
+variate (some tokens matter throughout), an AR(1) process (relevance drifts) and white noise. In a
+:class:`DriftModel` it drifts at several speeds, and recent tokens matter more. The top-k indices are the K
+best tokens, and always include the most recent ones.
 """
 
 from __future__ import annotations
@@ -42,7 +43,41 @@ class ScoreModel:
 # GLM-5.2.
 HISPARSE = ScoreModel(scale=1.0, rho=0.85, noise=0.43)
 CANN = ScoreModel(scale=0.8, rho=0.85, noise=0.75)
-SCORE_MODELS = {"hisparse": HISPARSE, "cann": CANN}
+
+
+@dataclass(frozen=True)
+class DriftModel:
+    """Scores of variance 1 that drift at several speeds, and a bonus for recent tokens.
+
+    drifts: time constant in tokens and variance of each AR(1) process.
+    constant, noise: variance of the part that never changes, and of the white noise.
+    recency, recency_tokens: a token of age n has ``recency * exp(-n / recency_tokens)`` more.
+    """
+
+    drifts: tuple[tuple[float, float], ...]
+    constant: float
+    noise: float
+    recency: float
+    recency_tokens: float
+
+
+# Fits the retention published for GLM-5.2 at 128K, and its share of recent tokens (docs/policies.md).
+DRIFT = DriftModel(
+    drifts=((1.5, 0.081), (6, 0.075), (24, 0.038), (96, 0.085), (384, 0.134), (1536, 0.198)),
+    constant=0.363,
+    noise=0.026,
+    recency=2.947,
+    recency_tokens=5863,
+)
+Model: TypeAlias = ScoreModel | DriftModel
+SCORE_MODELS: dict[str, Model] = {"hisparse": HISPARSE, "cann": CANN, "drift": DRIFT}
+
+
+def best(score: Scores, topk: int) -> Ids:
+    """int32 [topk]: the numbers of the best scores and of the last 128, in no order. Changes ``score``."""
+    length = len(score)
+    score[max(0, length - RECENT) :] = np.inf
+    return np.argpartition(score, length - topk)[length - topk :].astype(np.int32)
 
 
 class ScoreProcess:
@@ -73,8 +108,7 @@ class ScoreProcess:
         score = field + np.float32(self._model.noise) * self._rng.standard_normal(
             self._length, dtype=np.float32
         )
-        score[max(0, length - RECENT) : length] = np.inf
-        return np.argpartition(score[:length], length - topk)[length - topk :].astype(np.int32)
+        return best(score[:length], topk)
 
     def advance(self) -> None:
         """Advances the scores by one token."""
@@ -87,15 +121,54 @@ class ScoreProcess:
             self.constant[moved] = self._rng.gumbel(size=count).astype(np.float32)
 
 
+class DriftProcess:
+    """The scores of a :class:`DriftModel`; arguments and methods as :class:`ScoreProcess`'s.
+
+    drift: float32 [processes, length], replaced by every step.
+    """
+
+    def __init__(self, rng: np.random.Generator, length: int, model: DriftModel) -> None:
+        self._rng = rng
+        self._noise = np.float32(np.sqrt(model.noise))
+        taus, variances = np.array(model.drifts, np.float64).T
+        keep = np.exp(-1 / taus)
+        self._keep = keep.astype(np.float32)[:, None]
+        self._innovation = np.sqrt(variances * (1 - keep * keep)).astype(np.float32)[:, None]
+        ages = np.arange(length - 1, -1, -1)
+        self._bonus = (model.recency * np.exp(-ages / model.recency_tokens)).astype(np.float32)
+        self.constant: Scores = self._normal(length) * np.float32(np.sqrt(model.constant))
+        deviations = np.sqrt(variances).astype(np.float32)[:, None]
+        self.drift: Scores = self._normal(len(taus), length) * deviations
+
+    def _normal(self, *shape: int) -> Scores:
+        return self._rng.standard_normal(shape, dtype=np.float32)
+
+    def choose(self, length: int, topk: int) -> Ids:
+        """int32 [topk]: see :meth:`ScoreProcess.choose`."""
+        score = self.constant[:length] + self.drift[:, :length].sum(axis=0) + self._bonus[-length:]
+        return best(score + self._noise * self._normal(length), topk)
+
+    def advance(self) -> None:
+        """Advances the scores by one token."""
+        self.drift = self._keep * self.drift + self._innovation * self._normal(*self.drift.shape)
+
+
+def process_of(rng: np.random.Generator, length: int, model: Model) -> ScoreProcess | DriftProcess:
+    """The process of a model, in its stationary state."""
+    if isinstance(model, DriftModel):
+        return DriftProcess(rng, length, model)
+    return ScoreProcess(rng, length, model)
+
+
 def scored_stream(
-    rng: np.random.Generator, steps: int, context: int, topk: int, model: ScoreModel = HISPARSE
+    rng: np.random.Generator, steps: int, context: int, topk: int, model: Model = HISPARSE
 ) -> Ids:
     """int32 [steps, topk]: top-k ids of one request whose context grows by one token a step.
 
     Args:
         context: tokens before the first step; at least ``topk``.
     """
-    process = ScoreProcess(rng, context + steps, model)
+    process = process_of(rng, context + steps, model)
     chosen = np.empty((steps, topk), dtype=np.int32)
     for step in range(steps):
         chosen[step] = process.choose(context + step + 1, topk)
@@ -116,7 +189,7 @@ def drafted_stream(
     steps: int,
     context: int,
     topk: int,
-    model: ScoreModel = HISPARSE,
+    model: Model = HISPARSE,
     *,
     query_len: int = 4,
     accept: float = 0.74,
@@ -126,7 +199,7 @@ def drafted_stream(
     A draft is accepted with probability ``accept`` if those before it were (0.74 with three drafts: 2.7
     tokens a step on average); the others' positions are decoded again, with the same drift and new noise.
     """
-    process = ScoreProcess(rng, context + steps * query_len, model)
+    process = process_of(rng, context + steps * query_len, model)
     stable = context
     for _ in range(steps):
         drifts = []
@@ -148,7 +221,7 @@ def stream_steps(
     steps: int,
     context: int,
     topk: int,
-    model: ScoreModel,
+    model: Model,
     query_len: int = 1,
 ) -> Iterator[DraftedStep]:
     """One request's steps: :func:`scored_stream` for one query token a step, else :func:`drafted_stream`."""

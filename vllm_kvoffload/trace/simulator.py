@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from vllm_kvoffload.policies import POLICIES
+from vllm_kvoffload.policies import DEFAULT_PLACEMENT, PLACEMENT_TABLE, PLACEMENTS, POLICIES
 from vllm_kvoffload.trace.policies import REFERENCES, Misses, reference_misses
 from vllm_kvoffload.trace.streams import TopkStream
 
@@ -23,18 +23,27 @@ UNSIZED = ("previous",)  # policies that have no pool
 
 @dataclass(frozen=True)
 class PlanPolicy:
-    """A policy of the product's plan. policy: one of POLICIES; ways: 16 or 32."""
+    """A policy of the product's plan. policy, placement: of POLICIES, PLACEMENTS; ways: 16 or 32."""
 
     policy: str
     ways: int = 16
+    placement: str = DEFAULT_PLACEMENT
 
     @property
     def name(self) -> str:
-        return f"{self.policy}/{self.ways}"
+        """``rrip/16``; ``rrip/2x8`` where an id has two sets of 8 ways each."""
+        placement = PLACEMENT_TABLE[self.placement]
+        times = "" if placement.sets_per_id == 1 else f"{placement.sets_per_id}x"
+        return f"{self.policy}/{times}{placement.set_ways(self.ways)}"
 
 
 SimulatedPolicy: TypeAlias = PlanPolicy | str  # a string names one of policies.REFERENCES
-PLANS = tuple(PlanPolicy(policy, ways) for ways in (16, 32) for policy in POLICIES)
+PLANS = tuple(
+    PlanPolicy(policy, ways, placement)
+    for placement in PLACEMENTS
+    for ways in (16, 32)
+    for policy in POLICIES
+)
 ALL_POLICIES: tuple[SimulatedPolicy, ...] = (*PLANS, *REFERENCES)
 
 
@@ -99,7 +108,7 @@ def plan_misses(policy: PlanPolicy, stream: TopkStream, slots: int, topk: int) -
 
     from vllm_kvoffload import ops
 
-    residency = ops.Residency.allocate(1, slots, ways=policy.ways, policy=policy.policy)
+    residency = ops.Residency.allocate(1, slots, policy.ways, policy.policy, placement=policy.placement)
     query_len = stream.max_query_len
     out = ops.PlanOut(query_len, 1, topk, query_len)
     workspace = ops.Workspace()

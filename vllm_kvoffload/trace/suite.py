@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from vllm_kvoffload.trace.format import Ids, TraceHeader
-from vllm_kvoffload.trace.generator import CANN, HISPARSE, DraftedStep, ScoreModel, stream_steps
+from vllm_kvoffload.trace.generator import CANN, DRIFT, HISPARSE, DraftedStep, Model, stream_steps
 from vllm_kvoffload.trace.writer import TraceWriter
 
 TOPK = 2048
@@ -22,7 +22,7 @@ STEPS = 256
 class TraceSpec:
     """One synthetic trace.
 
-    groups: score model of each index group.
+    groups: model of each index group's scores.
     context: tokens before the first step.
     requests: independent requests, decoded together.
     query_len: query tokens of a step, 1 + drafts.
@@ -30,7 +30,7 @@ class TraceSpec:
 
     name: str
     about: str
-    groups: tuple[ScoreModel, ...]
+    groups: tuple[Model, ...]
     context: int = 100_000
     requests: int = 2
     steps: int = STEPS
@@ -38,7 +38,7 @@ class TraceSpec:
     topk: int = TOPK
 
 
-def _index_share() -> tuple[ScoreModel, ...]:
+def _index_share() -> tuple[Model, ...]:
     # Indexers that serve four layers each: top-k indices change fast in the first and slowly in the last.
     return (
         replace(HISPARSE, scale=0.7, noise=1.0),
@@ -60,6 +60,11 @@ SUITE: tuple[TraceSpec, ...] = (
         replace(HISPARSE, shift_tokens=64),
     )),
 )  # fmt: skip
+
+# Long to make (half a minute each) and to simulate: only made when they are named.
+LONG_RUNS: tuple[TraceSpec, ...] = (
+    TraceSpec("drift", "GLM-5.2's retention, 128K, a long decode", (DRIFT,), 131_072, requests=1, steps=2000),
+)
 
 # The steps of one (group, request).
 Source: TypeAlias = Mapping[tuple[int, int], Iterable[DraftedStep]]

@@ -28,10 +28,12 @@ class HostTable {
 
   // Row of the host pool that holds token `id`; kNoHostRow when no block does.
   __aicore__ inline int32_t row(int32_t id) const {
-    if (id < 0 || id / host_.block_size >= host_.table_width) return kNoHostRow;
-    const int32_t block = table_.GetValue(id / host_.block_size);
+    if (id < 0) return kNoHostRow;
+    const int32_t index = host_.block_bits >= 0 ? id >> host_.block_bits : id / host_.block_size;
+    if (index >= host_.table_width) return kNoHostRow;
+    const int32_t block = table_.GetValue(index);
     if (block < 0 || block >= host_.blocks) return kNoHostRow;
-    return block * host_.block_size + id % host_.block_size;
+    return block * host_.block_size + (id - index * host_.block_size);
   }
 
  private:

@@ -8,7 +8,7 @@
 
 namespace kvoffload::ascendc {
 
-inline constexpr int64_t kUbBytes = 192 * 1024;  // Atlas A2 and A3
+inline constexpr int64_t kUbBytes = 192 * 1024 - 256;  // Atlas A2 and A3; the end is CANN's own
 inline constexpr int64_t kMaxCores = 64;         // a device has 40 to 50 vector cores
 inline constexpr int64_t kMaxRowBytes = 8 * 1024;
 inline constexpr int64_t kMaxBatchRows = 32;
@@ -94,7 +94,8 @@ inline void tile_host(Checker& check, int64_t blocks, int64_t block_size, int64_
   check.between("block_size", block_size, 1, kInt32Max);
   check.between("block table width", table_width, 1, kInt32Max);
   check.require(blocks * block_size <= kInt32Max, "host: must have less than 2^31 tokens");
-  host = {static_cast<int32_t>(blocks), static_cast<int32_t>(block_size), static_cast<int32_t>(table_width)};
+  host = {static_cast<int32_t>(blocks), static_cast<int32_t>(block_size), static_cast<int32_t>(table_width),
+          is_power_of_two(block_size) ? log2_of(block_size) : -1};
 }
 
 // Whether a request's rows must stay with one core, because neighbours share lines.

@@ -25,6 +25,7 @@ struct HostTiling {
   int32_t blocks;
   int32_t block_size;
   int32_t table_width;
+  int32_t block_bits;  // log2 of block_size, where it is a power of two; else -1
 };
 
 }  // namespace kvoffload::ascendc

@@ -9,12 +9,36 @@ import numpy.typing as npt
 import torch
 
 from vllm_kvoffload.ops.types import STATS, Kind, PlanOut, Residency
-from vllm_kvoffload.policies import TABLE
+from vllm_kvoffload.policies import PLACEMENT_TABLE, TABLE
 
 Array: TypeAlias = npt.NDArray[Any]
 
 EMPTY = -1
 NO_SLOT = -1
+
+
+class _Ways:
+    """An id's ways, numbered from 0, in its sets: the policy's view of their ages."""
+
+    def __init__(self, sets: tuple[int, ...], set_ways: int, ages: Array) -> None:
+        self.places = [(index, way) for index in sets for way in range(set_ways)]
+        self.set_ways = set_ways
+        self._ages = ages
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, way: int) -> Any:
+        return self._ages[self.places[way]]
+
+    def __setitem__(self, way: int, age: int) -> None:
+        self._ages[self.places[way]] = age
+
+    def emptiest(self, empty: list[int]) -> int:
+        """Of these empty ways, ascending, the lowest in the set that has most of them; the first such set."""
+        return max(
+            empty, key=lambda way: (sum(w // self.set_ways == way // self.set_ways for w in empty), -way)
+        )
 
 
 class _PartitionPlan:
@@ -26,27 +50,30 @@ class _PartitionPlan:
         self.hands: Array = residency.hands.numpy()[partition]
         self.high: Array = residency.high.numpy()[partition : partition + 1]
         self.sets: int = self.tags.shape[0]
-        self.ways: int = self.tags.shape[1]
+        self.set_ways: int = self.tags.shape[1]
         self.policy = TABLE[residency.policy]
-        self.needed: set[tuple[int, int]] = set()  # (set, way) used by this step
+        self.placement = PLACEMENT_TABLE[residency.placement]
+        self.needed: set[tuple[int, int]] = set()  # (set, way of the set) used by this step
         self.slot_of: dict[int, int] = {}  # of ids placed by this step
         self.stats = dict.fromkeys(STATS, 0)
         self.misses: list[tuple[int, int, int]] = []  # (id, slot, position of its first occurrence)
 
-    def home(self, token: int) -> int:
-        """The one set that an id can be resident in."""
-        return token & (self.sets - 1)
+    def ways_of(self, token: int) -> _Ways:
+        """The ways that an id can be resident in."""
+        return _Ways(self.placement.sets_of(token, self.sets), self.set_ways, self.ages)
 
     def find(self, token: int) -> int:
         """Slot of a resident id, or NO_SLOT."""
-        home = self.home(token)
-        (ways,) = np.nonzero(self.tags[home] == token)
-        return home * self.ways + int(ways[0]) if len(ways) else NO_SLOT
+        for index in self.placement.sets_of(token, self.sets):
+            (ways,) = np.nonzero(self.tags[index] == token)
+            if len(ways):
+                return index * self.set_ways + int(ways[0])
+        return NO_SLOT
 
     def drop_unstable(self, stable: int, seq_len: int) -> None:
         """Forgets residents at or beyond the stable prefix: their rows belong to rejected drafts (I-2)."""
         high = int(self.high[0])
-        if high - stable > self.sets * self.ways:
+        if high - stable > self.tags.size:
             gone = self.tags >= stable
         else:
             gone = (self.tags >= stable) & (self.tags < high)
@@ -64,7 +91,7 @@ class _PartitionPlan:
             slot = self.find(token)
             if slot == NO_SLOT:
                 continue
-            where = divmod(slot, self.ways)
+            where = divmod(slot, self.set_ways)
             slots[k] = slot
             if where in self.needed:
                 self.stats["duplicates"] += 1
@@ -73,43 +100,45 @@ class _PartitionPlan:
             self.needed.add(where)
             self.ages[where] = self.policy.age_after_hit(int(self.ages[where]))
 
-    def take_way(self, index: int) -> int | None:
-        """Takes a way that this step does not need: the lowest empty one, else the policy's victim, behind
-        which the hand then stands. Marks it as needed. None if the step needs all ways of the set."""
-        unneeded = {way for way in range(self.ways) if (index, way) not in self.needed}
+    def take_way(self, ways: _Ways) -> tuple[int, int] | None:
+        """Takes one of these ways that this step does not need: an empty one (:meth:`_Ways.emptiest`), else
+        the policy's victim, behind which the hand of the first set then stands. Marks it as needed. Returns
+        its set and number there, None if the step needs all of them."""
+        unneeded = {way for way, place in enumerate(ways.places) if place not in self.needed}
         if not unneeded:
             return None
-        empty = [way for way in unneeded if self.tags[index, way] == EMPTY]
+        empty = [way for way in sorted(unneeded) if self.tags[ways.places[way]] == EMPTY]
         if empty:
-            way = min(empty)
+            way = ways.emptiest(empty)
         else:
-            way = self.policy.victim(self.ages[index], int(self.hands[index]), unneeded)
-            self.hands[index] = (way + 1) % self.ways
-        self.needed.add((index, way))
-        return way
+            first = ways.places[0][0]
+            way = self.policy.victim(ways, int(self.hands[first]), unneeded)
+            self.hands[first] = (way + 1) % len(ways)
+        self.needed.add(ways.places[way])
+        return ways.places[way]
 
     def install(self, token: int) -> int:
-        """Makes an id resident in its own set; NO_SLOT if the step needs all ways of the set."""
-        home = self.home(token)
-        way = self.take_way(home)
-        if way is None:
+        """Makes an id resident in a set of its own; NO_SLOT if the step needs all their ways."""
+        place = self.take_way(self.ways_of(token))
+        if place is None:
             return NO_SLOT
-        self.tags[home, way] = token
-        self.ages[home, way] = self.policy.new_age
-        return home * self.ways + way
+        self.tags[place] = token
+        self.ages[place] = self.policy.new_age
+        return place[0] * self.set_ways + place[1]
 
     def displace(self, token: int) -> int:
-        """Takes a way of the first other set with a spare one, going round from the id's own set. Leaves it
-        untagged, so that the id is not resident after this step (I-4)."""
-        home = self.home(token)
+        """Takes a way of the first other set with a spare one, going round from the id's first set; with two
+        sets per id, from its neighbour too. Leaves it untagged, so that the id is not resident after this
+        step (I-4)."""
+        home = self.placement.sets_of(token, self.sets)[0]
         for step in range(1, self.sets):
-            index = (home + step) % self.sets
-            way = self.take_way(index)
-            if way is not None:
-                self.tags[index, way] = EMPTY
-                self.ages[index, way] = 0
+            sets = self.placement.sets_beside((home + step) % self.sets)
+            place = self.take_way(_Ways(sets, self.set_ways, self.ages))
+            if place is not None:
+                self.tags[place] = EMPTY
+                self.ages[place] = 0
                 self.stats["displaced"] += 1
-                return index * self.ways + way
+                return place[0] * self.set_ways + place[1]
         raise AssertionError("more ids than slots")
 
     def describe(self, ids: Array, stable: int, limit: int, slots: Array, kinds: Array) -> None:
@@ -136,8 +165,8 @@ class _PartitionPlan:
             self.stats["misses"] += 1
 
     def place(self, pending: list[tuple[int, int]], stable: int, slots: Array, new_slots: Array) -> None:
-        """Places ids that were not resident when the step began. In two passes: the first fills each set with
-        its own ids; only then does the second place the remaining ids in other sets."""
+        """Places ids that were not resident when the step began. In two passes: the first fills the sets
+        with their own ids; only then does the second place the remaining ids in other sets."""
         overflow = []
         for position, token in pending:
             if token in self.slot_of:
@@ -221,9 +250,9 @@ def dsa_plan(
     2. every position is looked up: ids below 0 or beyond the query token's own position are invalid,
        residents are hits and their slots are needed by this step;
     3. the other ids, in order of position, get a slot each on first sight: first all that find a way in their
-       own set (:meth:`_PartitionPlan.install`), then the rest (:meth:`_PartitionPlan.displace`). Ids below
+       own sets (:meth:`_PartitionPlan.install`), then the rest (:meth:`_PartitionPlan.displace`). Ids below
        ``stable`` are misses, listed in the order in which they were placed; the others are new tokens;
-    4. new tokens outside every top-k are installed too, where their set has a spare way.
+    4. new tokens outside every top-k are installed too, where their sets have a spare way.
 
     Requests without a partition or without tokens and tokens past the last request get slots of -1 and kinds
     of (INVALID, -1); the state of their partitions is untouched. ``workspace`` is accepted for the common

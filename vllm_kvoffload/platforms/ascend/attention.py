@@ -217,8 +217,20 @@ class KVOffloadSFAImpl(AscendSFAImpl):
         assert self.offload is not None
         made = self.offload.pool_view
         if made is None or made[0] is not part.topk_rows:
-            made = self.offload.pool_view = (part.topk_rows, pool_view(part.topk_rows, block_size).to(device))
+            view = pool_view(part.topk_rows, block_size, self._longest())
+            made = self.offload.pool_view = (part.topk_rows, view.to(device))
         return made[1]
+
+    def _longest(self) -> int | None:
+        """Most tokens of a decoding request in this pass; None in a graph, which is launched again for longer
+        ones."""
+        assert self.offload is not None
+        lengths = self.offload.manager.step.decode_seq_lens  # in host memory
+        return None if self._graph is not None else int(lengths.max())
+
+
+INDEX_ALIGNMENT = 32
+"""Rows of indices passed to the operator are multiples of this many: copies of whole 128-byte lines."""
 
 
 @dataclass(frozen=True)
@@ -239,17 +251,23 @@ class PagedView:
         return PagedView(*(part.to(device=device, dtype=torch.int32) for part in parts))
 
 
-def pool_view(pool_slots: PoolSlots, block_size: int) -> PagedView:
+def pool_view(pool_slots: PoolSlots, block_size: int, longest: int | None = None) -> PagedView:
     """Views a pool: every query token is a request whose positions are the slots of its row.
 
-    A token without a row has no positions.
+    A token without a row has no positions. `longest`: an upper limit of the tokens that any query token may
+    attend to, None if unknown. The operator works through min(K, key length) positions of every query
+    token and fills missing rows with zeros. The key length is the pool's, as slots may lie anywhere in it, so
+    the indices behind `longest`, which are -1, are left out.
     """
     count, slots = len(pool_slots.slots), pool_slots.partition_slots
     rows = pool_slots.partitions.clamp(min=0).unsqueeze(1)
     dtype, device = torch.int32, pool_slots.slots.device
     pages = torch.arange(slots // block_size, dtype=dtype, device=device)
+    width = pool_slots.slots.shape[1]
+    if longest is not None and longest < width:
+        width = min(width, -(-longest // INDEX_ALIGNMENT) * INDEX_ALIGNMENT)
     return PagedView(
-        pool_slots.slots.unsqueeze(1),
+        pool_slots.slots[:, :width].unsqueeze(1).contiguous(),
         torch.arange(1, count + 1, dtype=dtype, device=device),
         (pool_slots.partitions >= 0).to(dtype) * slots,
         rows * len(pages) + pages,

@@ -128,6 +128,9 @@ def check_options(vllm_config: VllmConfig, settings: EngineSettings) -> None:
     if index_topk is not None and index_topk != INDEX_TOPK:
         rule = f"vllm-ascend's indexer always chooses {INDEX_TOPK} tokens"
         raise ConfigError("index_topk", index_topk, rule, "serve a model with index_topk 2048")
+    if config.placement != "one_set":
+        rule = "the AscendC plan places a token in one set, and so does the offload on Ascend"
+        raise ConfigError(f"{SECTION}.placement", config.placement, rule, 'set it to "one_set"')
     if config.delivery == "compact":
         check_compact(config)
     if config.keep_device_kv_cache:

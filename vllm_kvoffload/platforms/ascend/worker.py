@@ -55,7 +55,7 @@ class KVOffloadNPUWorker(NPUWorker):
             plan = settings.capacity(device_bytes)
         except ConfigError as error:
             refuse(error)
-        log_capacity(plan)
+        log_capacity(plan, settings.offload.rounded)
         return plan.logical_bytes
 
     def _check_pages(self) -> None:

@@ -54,5 +54,5 @@ class KVOffloadCPUWorker(CPUWorker):
         if not settings.offload.enabled:
             return device_bytes
         capacity = settings.capacity(device_bytes)
-        log_capacity(capacity)
+        log_capacity(capacity, self.settings.offload.rounded)
         return capacity.logical_bytes

@@ -31,11 +31,11 @@ inline int64_t plan_sets_bytes(const PlanShape& shape, int64_t padded, int64_t p
   const int64_t slots = part_sets * shape.ways;
   const int64_t list = padded > kScanSlots ? padded : kScanSlots;
   const int64_t requests = 2 * ub_ints(shape.requests) + ub_ints(shape.requests + 1);
-  const int64_t state = slots * 4 + slots + align_up(part_sets, kUbBlockBytes) + kUbBlockBytes;
-  const int64_t positions = 2 * ub_ints(shape.max_query * padded) + 2 * ub_ints(list);
+  const int64_t state = slots * 4 + slots + slots / 8 + align_up(part_sets, kUbBlockBytes) + kUbBlockBytes;
+  const int64_t positions = 2 * ub_ints(shape.max_query * padded) + 3 * ub_ints(list) + ub_ints(list / 2);
   const int64_t masks = align_up(shape.max_query * padded / 8, kUbBlockBytes) + align_up(padded / 8, kUbBlockBytes);
   const int64_t look_up = 3 * kLookUpIds * kUbBlockBytes + 7 * kLookUpIds * 4 + kLookUpIds + 3 * kUbBlockBytes;
-  const int64_t scan = 2 * kScanSlots / 8 + 3 * kScanSlots + 2 * kLineBytes;
+  const int64_t scan = kScanSlots / 8 + 3 * kScanSlots + 2 * kLineBytes;
   return requests + state + positions + masks + look_up + scan + kRecordInts * 4 + kSelectBytes;
 }
 
@@ -44,7 +44,7 @@ inline int64_t plan_rows_bytes(const PlanShape& shape, int64_t padded, int64_t p
   const int64_t slots = shape.sets * shape.ways;
   const int64_t requests = 2 * ub_ints(shape.requests) + ub_ints(shape.requests + 1);
   const int64_t positions = 2 * ub_ints(shape.max_query * padded) + 6 * ub_ints(padded);
-  const int64_t state = slots + align_up(shape.sets, kUbBlockBytes) + kScanSlots;
+  const int64_t state = slots + slots / 8 + align_up(shape.sets, kUbBlockBytes) + kScanSlots;
   const int64_t kinds = shape.compact ? 11 * kLookUpIds * 4 + 2 * kLookUpIds / 8 + kSelectBytes : 0;
   return requests + positions + state + kinds + align_up(padded / 8, kUbBlockBytes) +
          (int64_t{2} << id_table_bits) + (parts + 1) * kRecordInts * 4 + (kMaxQueryTokens + 1) * kUbBlockBytes;
@@ -92,11 +92,12 @@ inline void lay_out_workspace(PlanTiling& data) {
   data.records_offset = data.values_offset + requests * data.parts * data.max_query * data.width * 4;
   data.totals_offset = data.records_offset + requests * data.parts * kRecordInts * 4;
   data.states_offset = data.totals_offset + requests * kRecordInts * 4;
+  data.empties_offset = data.states_offset + requests * data.sets * data.ways;
 }
 
 // Bytes of global memory that a call needs besides its arguments; begins on a line.
 inline int64_t workspace_bytes(const PlanTiling& data) {
-  return data.states_offset + int64_t{data.requests} * data.sets * data.ways;
+  return data.empties_offset + int64_t{data.requests} * data.sets * data.ways / 8;
 }
 
 // Of the unified buffer, in the phase that needs most.

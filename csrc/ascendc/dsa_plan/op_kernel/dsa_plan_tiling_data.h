@@ -35,6 +35,7 @@ struct PlanTiling {
   int64_t records_offset;  // int32 [N, parts, kRecordInts]
   int64_t totals_offset;   // int32 [N, kRecordInts]
   int64_t states_offset;   // uint8 [N, S, W]
+  int64_t empties_offset;  // one bit for each way: uint8 [N, S, W / 8]
 };
 
 }  // namespace kvoffload::ascendc

@@ -60,7 +60,6 @@ class LookUp {
 
   // 8 KiB for other uses between look-ups.
   __aicore__ inline AscendC::LocalTensor<int32_t>& spare0() { return gathered_; }
-  __aicore__ inline AscendC::LocalTensor<int32_t>& spare1() { return broadcast_; }
 
  private:
   static constexpr int32_t kLanes = kLookUpIds * 8;  // int32 of the big buffers: eight ways of each id

@@ -32,6 +32,9 @@ class PlanRows {
         plan(n);
       } else {
         for (int32_t t = requests_.first_token(n); t < requests_.end_token(n); ++t) leave_out(t);
+        KVOFFLOAD_ORDER(MTE3_S);  // the request before on its way out
+        for (int32_t i = 0; i < kRecordInts; ++i) totals_.SetValue(i, i < kTotalCount ? 0 : -1);
+        store_totals(n);
       }
     }
     for (int32_t t = requests_.first_token(tiling_.requests); t < tiling_.tokens; ++t) {  // of no request
@@ -64,6 +67,7 @@ class PlanRows {
   __aicore__ inline void init_state(AscendC::TPipe& pipe) {
     pipe.InitBuffer(states_buffer_, row_slots_);
     pipe.InitBuffer(hands_buffer_, tiling_.sets);
+    pipe.InitBuffer(empties_buffer_, row_slots_ / 8);
     pipe.InitBuffer(age_bits_buffer_, kScanSlots);
     pipe.InitBuffer(records_buffer_, tiling_.parts * kRecordInts * 4);
     pipe.InitBuffer(totals_buffer_, kRecordInts * 4);
@@ -72,7 +76,8 @@ class PlanRows {
     records_ = records_buffer_.Get<int32_t>();
     totals_ = totals_buffer_.Get<int32_t>();
     tags_ = tags_buffer_.Get<int32_t>();
-    sets_.init(states_buffer_.Get<uint8_t>(), hands_buffer_.Get<uint8_t>(), tiling_.way_bits);
+    sets_.init(states_buffer_.Get<uint8_t>(), hands_buffer_.Get<uint8_t>(), empties_buffer_.Get<uint8_t>(),
+               tiling_.way_bits);
     AscendC::Duplicate(age_bits_buffer_.Get<uint16_t>(), static_cast<uint16_t>(kAgeMask * 0x0101), kScanSlots / 2);
     tags_.SetValue(0, -1);
   }
@@ -90,6 +95,7 @@ class PlanRows {
     part_records_.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(args.workspace + tiling_.records_offset));
     request_totals_.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(args.workspace + tiling_.totals_offset));
     part_states_.SetGlobalBuffer(args.workspace + tiling_.states_offset);
+    part_empties_.SetGlobalBuffer(args.workspace + tiling_.empties_offset);
   }
 
   // A token without a plan.
@@ -121,6 +127,10 @@ class PlanRows {
         write_misses(t, kHowDisplacedMiss);
       }
     }
+    store_totals(n);
+  }
+
+  __aicore__ inline void store_totals(int32_t n) {
     KVOFFLOAD_ORDER(S_MTE3);
     store(request_totals_, static_cast<uint64_t>(n) * kRecordInts, totals_, kRecordInts);
   }
@@ -178,7 +188,9 @@ class PlanRows {
     totals_.SetValue(kTotalDisplaced, 0);
     totals_.SetValue(kTotalDuplicates, sum(kRecordDuplicates) + sum(kRecordHitPositions) - sum(kRecordHits));
     totals_.SetValue(kTotalInvalid, query_ * tiling_.width - sum(kRecordHitPositions) - placed - overflow_);
-    for (int32_t i = kTotalCount; i < kRecordInts; ++i) totals_.SetValue(i, -1);
+    totals_.SetValue(kTotalLength, requests_.seq_len(request_));
+    totals_.SetValue(kTotalRow, requests_.row(request_));
+    for (int32_t i = kRecordNewSlots; i < kRecordInts; ++i) totals_.SetValue(i, -1);
     for (int32_t t = 0; t < query_; ++t) {
       totals_.SetValue(kRecordNewSlots + t, sum(kRecordNewSlots + t) - 1);
     }
@@ -199,6 +211,8 @@ class PlanRows {
 
   __aicore__ inline void load_state() {
     load(states_buffer_.Get<uint8_t>(), part_states_, static_cast<uint64_t>(request_) * row_slots_, row_slots_);
+    load(empties_buffer_.Get<uint8_t>(), part_empties_, static_cast<uint64_t>(request_) * row_slots_ / 8,
+         row_slots_ / 8);
     load(hands_buffer_.Get<uint8_t>(), row_hands_, first_set(), tiling_.sets);
     KVOFFLOAD_ORDER(MTE2_S);
   }
@@ -240,7 +254,7 @@ class PlanRows {
     }
     table_.set(entry, position);
     const int32_t slot = take_slot_elsewhere(id & (tiling_.sets - 1));
-    sets_.set_byte(slot, kWayNeeded | kWayEmpty);
+    sets_.set_byte(slot, kWayNeeded);
     store(row_tags_, first_set() * tiling_.ways + slot, tags_, 1);
     count(kTotalDisplaced);
     if (id < stable_) {
@@ -262,7 +276,7 @@ class PlanRows {
     int32_t way = kNoWay;
     for (int32_t i = 1; i < tiling_.sets && way == kNoWay; ++i) {
       set = (home + i) & (tiling_.sets - 1);
-      way = sets_.take_way<P>(set);
+      way = SetStates::Set(sets_, set).template take_way<P>();
     }
     return set * tiling_.ways + way;
   }
@@ -273,7 +287,7 @@ class PlanRows {
       if (totals_.GetValue(kRecordNewSlots + t) >= 0) continue;
       const int32_t id = stable_ + t;
       const int32_t set = id & (tiling_.sets - 1);
-      const int32_t way = sets_.take_way<P>(set);
+      const int32_t way = SetStates::Set(sets_, set).template take_way<P>();
       if (way == kNoWay) continue;
       const int32_t slot = set * tiling_.ways + way;
       sets_.set_byte(slot, kWayNeeded | P::kNewAge);
@@ -361,6 +375,7 @@ class PlanRows {
   AscendC::GlobalTensor<int32_t> part_records_;
   AscendC::GlobalTensor<int32_t> request_totals_;
   AscendC::GlobalTensor<uint8_t> part_states_;
+  AscendC::GlobalTensor<uint8_t> part_empties_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> ids_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> values_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> lists_buffer_;
@@ -368,6 +383,7 @@ class PlanRows {
   AscendC::TBuf<AscendC::TPosition::VECCALC> mask_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> states_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> hands_buffer_;
+  AscendC::TBuf<AscendC::TPosition::VECCALC> empties_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> age_bits_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> records_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> totals_buffer_;

@@ -36,6 +36,7 @@ class PlanSets {
     pipe.InitBuffer(tags_buffer_, part_slots_ * 4);
     pipe.InitBuffer(states_buffer_, part_slots_);
     pipe.InitBuffer(hands_buffer_, tiling_.part_sets);
+    pipe.InitBuffer(empties_buffer_, part_slots_ / 8);
     pipe.InitBuffer(high_buffer_, kUbBlockBytes);
     pipe.InitBuffer(record_buffer_, kRecordInts * 4);
     pipe.InitBuffer(bytes_buffer_, 3 * kScanSlots);
@@ -50,7 +51,8 @@ class PlanSets {
     sums_ = sums_buffer_.Get<uint16_t>();
     AscendC::Duplicate(age_bits_, static_cast<uint16_t>(kAgeMask * 0x0101), kByteLanes);
     AscendC::Duplicate(needed_bits_, static_cast<uint16_t>(kWayNeeded * 0x0101), kByteLanes);
-    sets_.init(states_, hands_buffer_.Get<uint8_t>(), tiling_.way_bits);
+    empties_ = empties_buffer_.Get<uint8_t>();
+    sets_.init(states_, hands_buffer_.Get<uint8_t>(), empties_, tiling_.way_bits);
   }
 
   __aicore__ inline void init_positions(AscendC::TPipe& pipe) {
@@ -58,15 +60,18 @@ class PlanSets {
     pipe.InitBuffer(ids_buffer_, positions * 4);
     pipe.InitBuffer(values_buffer_, positions * 4);
     pipe.InitBuffer(list_buffer_, tiling_.list_entries * 4);
+    pipe.InitBuffer(list_ids_buffer_, tiling_.list_entries * 4);
     pipe.InitBuffer(numbers_buffer_, tiling_.list_entries * 4);
+    pipe.InitBuffer(short_slots_buffer_, tiling_.list_entries * 2);
     pipe.InitBuffer(pending_buffer_, positions / 8);
     pipe.InitBuffer(hit_buffer_, tiling_.padded_width / 8);
     pipe.InitBuffer(dropped_buffer_, kScanSlots / 8);
-    pipe.InitBuffer(empty_buffer_, kScanSlots / 8);
     ids_ = ids_buffer_.Get<int32_t>();
     values_ = values_buffer_.Get<int32_t>();
     list_ = list_buffer_.Get<int32_t>();
+    list_ids_ = list_ids_buffer_.Get<int32_t>();
     numbers_ = numbers_buffer_.Get<int32_t>();
+    short_slots_ = short_slots_buffer_.Get<int16_t>();
     pending_ = pending_buffer_.Get<uint8_t>();
     hit_ = hit_buffer_.Get<uint8_t>();
     AscendC::CreateVecIndex(numbers_, 0, tiling_.list_entries);
@@ -83,6 +88,7 @@ class PlanSets {
     values_gm_.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(args.workspace + tiling_.values_offset));
     records_gm_.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(args.workspace + tiling_.records_offset));
     states_gm_.SetGlobalBuffer(args.workspace + tiling_.states_offset);
+    empties_gm_.SetGlobalBuffer(args.workspace + tiling_.empties_offset);
   }
 
   __aicore__ inline void plan(int32_t n, int32_t part) {
@@ -91,11 +97,14 @@ class PlanSets {
     query_ = requests_.query(n);
     stable_ = requests_.seq_len(n) - query_;
     load_part();
-    for (int32_t i = 0; i < kRecordInts; ++i) record_.SetValue(i, 0);
-    find_dropped_and_empty();
+    hit_positions_ = misses_ = new_ = duplicates_ = overflow_ = 0;
+    for (int32_t t = 0; t < kMaxQueryTokens; ++t) new_slots_[t] = 0;
+    find_empty();
+    drop_unstable();
     for (int32_t t = 0; t < query_; ++t) mark_hits(t);
-    count_hits();
+    const int32_t hits = count_hits();
     for (int32_t t = 0; t < query_; ++t) place_pending(t);
+    write_record(hits);
     store_part();
   }
 
@@ -118,25 +127,26 @@ class PlanSets {
     KVOFFLOAD_ORDER(MTE2_V);
   }
 
-  // Forgets residents at or beyond the stable prefix: their rows belong to rejected drafts (I-2). And notes the empty
-  // ways, so that choosing one later looks at the ways' bytes only.
-  __aicore__ inline void find_dropped_and_empty() {
+  // One bit for each slot without a tag, so that a selection reads one word of them.
+  __aicore__ inline void find_empty() {
+    for (int32_t first = 0; first < part_slots_; first += kScanSlots) {
+      AscendC::CompareScalar(empties_[first / 8], tags_[first], -1, AscendC::CMPMODE::EQ, kScanSlots);
+    }
+  }
+
+  // Forgets residents at or beyond the stable prefix: their rows belong to rejected drafts (I-2).
+  __aicore__ inline void drop_unstable() {
     const int32_t high = high_buffer_.Get<int32_t>().GetValue(0);
     const int64_t beyond = static_cast<int64_t>(high) - stable_;
+    if (beyond <= 0) return;
     const int32_t last = beyond > tiling_.sets * tiling_.ways ? INT32_MAX : high - 1;
     for (int32_t first = 0; first < part_slots_; first += kScanSlots) {
-      uint64_t dropped = 0;
-      if (beyond > 0) dropped = list_dropped(first, last);
-      const uint64_t empty = list_empty(first);
+      const uint64_t dropped = list_dropped(first, last);
       KVOFFLOAD_ORDER(V_S);
       for (uint64_t i = 0; i < dropped; ++i) {
         const int32_t slot = first + list_.GetValue(i);
         tags_.SetValue(slot, -1);
-        sets_.set_byte(slot, kWayEmpty);
-      }
-      for (uint64_t i = 0; i < empty; ++i) {
-        const int32_t slot = first + look_up_.spare1().GetValue(i);
-        sets_.set_byte(slot, sets_.byte(slot) | kWayEmpty);
+        sets_.drop(slot);
       }
       KVOFFLOAD_ORDER(S_V);
     }
@@ -155,13 +165,6 @@ class PlanSets {
     return pack(list_, numbers_, mask, kScanSlots);
   }
 
-  __aicore__ inline uint64_t list_empty(int32_t first) {
-    AscendC::LocalTensor<uint8_t> mask = empty_buffer_.Get<uint8_t>();
-    AscendC::CompareScalar(mask, tags_[first], -1, AscendC::CMPMODE::EQ, kScanSlots);
-    AscendC::PipeBarrier<PIPE_V>();
-    return pack(look_up_.spare1(), numbers_, mask, kScanSlots);
-  }
-
   // The elements whose mask bit is set move to the front of `to`; returns how many.
   __aicore__ inline uint64_t pack(const AscendC::LocalTensor<int32_t>& to, const AscendC::LocalTensor<int32_t>& from,
                                   const AscendC::LocalTensor<uint8_t>& mask, int32_t count) {
@@ -178,16 +181,22 @@ class PlanSets {
       AscendC::PipeBarrier<PIPE_V>();
     }
     const uint64_t hits = pack(list_, values_[at], hit_, tiling_.padded_width);
-    KVOFFLOAD_ORDER(V_S);
+    hit_positions_ += static_cast<int32_t>(hits);
+    if (hits == 0) return;
+    // The slots in 16 bits: the scalar unit then reads four at a time.
     const int32_t before = plan_value(kHowHit, part_ * part_slots_);  // value of the part's first slot
-    const AscendC::LocalTensor<uint64_t> pairs = list_.ReinterpretCast<uint64_t>();  // half the reads
-    for (uint64_t i = 0; i < hits / 2; ++i) {
-      const uint64_t pair = pairs.GetValue(i);
-      mark_hit(static_cast<int32_t>(pair) - before);
-      mark_hit(static_cast<int32_t>(pair >> 32) - before);
+    const int32_t count = static_cast<int32_t>(hits);
+    AscendC::PipeBarrier<PIPE_V>();
+    AscendC::Adds(list_, list_, -before, count);
+    AscendC::PipeBarrier<PIPE_V>();
+    AscendC::Cast(short_slots_, list_, AscendC::RoundMode::CAST_NONE, count);
+    KVOFFLOAD_ORDER(V_S);
+    const AscendC::LocalTensor<uint64_t> fours = short_slots_.ReinterpretCast<uint64_t>();
+    for (int32_t i = 0; i < count / 4; ++i) {
+      const uint64_t four = fours.GetValue(i);
+      for (int32_t shift = 0; shift < 64; shift += 16) mark_hit(static_cast<int32_t>(four >> shift & 0xffff));
     }
-    if (hits % 2 != 0) mark_hit(list_.GetValue(hits - 1) - before);
-    count(kRecordHitPositions, static_cast<int32_t>(hits));
+    for (int32_t i = count / 4 * 4; i < count; ++i) mark_hit(short_slots_.GetValue(i));
     KVOFFLOAD_ORDER(S_V);
   }
 
@@ -200,13 +209,9 @@ class PlanSets {
     }
   }
 
-  __aicore__ inline void count(int32_t which, int32_t more) {
-    record_.SetValue(which, record_.GetValue(which) + more);
-  }
-
   // Slots hit: positions may share one. Sums the ways' needed bits, by bytes: 16384 slots give each of the
   // 128 bytes left 128 at most.
-  __aicore__ inline void count_hits() {
+  __aicore__ inline int32_t count_hits() {
     AscendC::Duplicate(sums_, static_cast<uint16_t>(0), kLineBytes);
     AscendC::LocalTensor<uint16_t> states = states_.ReinterpretCast<uint16_t>();
     for (int32_t first = 0; first < part_slots_ / 2; first += kByteLanes) {
@@ -227,7 +232,7 @@ class PlanSets {
       const uint64_t pairs = (word & 0x00ff00ff00ff00ffull) + ((word >> 8) & 0x00ff00ff00ff00ffull);
       hits += (pairs * 0x0001000100010001ull) >> 48;
     }
-    record_.SetValue(kRecordHits, static_cast<int32_t>(hits));
+    return static_cast<int32_t>(hits);
   }
 
   __aicore__ inline void add_lanes(const AscendC::LocalTensor<uint16_t>& to,
@@ -240,11 +245,18 @@ class PlanSets {
   __aicore__ inline void place_pending(int32_t t) {
     const int32_t at = t * tiling_.padded_width;
     const uint64_t pending = pack(list_, numbers_, pending_[at / 8], tiling_.padded_width);
+    if (pending == 0) return;
+    pack(list_ids_, ids_[at], pending_[at / 8], tiling_.padded_width);
     KVOFFLOAD_ORDER(V_S);
-    for (uint64_t i = 0; i < pending; ++i) {
-      const int32_t position = at + list_.GetValue(i);
-      values_.SetValue(position, place(ids_.GetValue(position)));
+    const AscendC::LocalTensor<uint64_t> positions = list_.ReinterpretCast<uint64_t>();  // half the reads
+    const AscendC::LocalTensor<uint64_t> ids = list_ids_.ReinterpretCast<uint64_t>();
+    for (uint64_t i = 0; i < pending / 2; ++i) {
+      const uint64_t two_positions = positions.GetValue(i);
+      const uint64_t two_ids = ids.GetValue(i);
+      values_.SetValue(at + static_cast<int32_t>(two_positions), place(static_cast<int32_t>(two_ids)));
+      values_.SetValue(at + static_cast<int32_t>(two_positions >> 32), place(static_cast<int32_t>(two_ids >> 32)));
     }
+    if (pending % 2 != 0) values_.SetValue(at + list_.GetValue(pending - 1), place(list_ids_.GetValue(pending - 1)));
     KVOFFLOAD_ORDER(S_V);
   }
 
@@ -252,31 +264,45 @@ class PlanSets {
   __aicore__ inline int32_t place(int32_t id) {
     const int32_t set = id & (tiling_.part_sets - 1);
     const int32_t before = part_ * part_slots_;
-    const int32_t earlier = find_placed(set, id);
+    SetStates::Set ways(sets_, set);
+    const int32_t earlier = find_placed(set, ways.placed(), id);
     if (earlier != kNoWay) {
-      count(kRecordDuplicates, 1);
+      ++duplicates_;
       return plan_value(kHowDuplicate, before + earlier);
     }
-    const int32_t way = sets_.take_way<P>(set);
+    const int32_t way = ways.take_way<P>();
     if (way == kNoWay) {
-      count(kRecordOverflow, 1);
+      ++overflow_;
       return plan_value(kHowOverflow, -1);
     }
     const int32_t slot = set * tiling_.ways + way;
     tags_.SetValue(slot, id);
     sets_.set_byte(slot, kWayNeeded | kWayPlaced | P::kNewAge);
     if (id < stable_) {
-      count(kRecordMisses, 1);
+      ++misses_;
       return plan_value(kHowMiss, before + slot);
     }
-    count(kRecordNew, 1);
-    record_.SetValue(kRecordNewSlots + id - stable_, before + slot + 1);
+    ++new_;
+    new_slots_[id - stable_] = before + slot + 1;
     return plan_value(kHowNew, before + slot);
   }
 
+  __aicore__ inline void write_record(int32_t hits) {
+    record_.SetValue(kRecordHitPositions, hit_positions_);
+    record_.SetValue(kRecordHits, hits);
+    record_.SetValue(kRecordMisses, misses_);
+    record_.SetValue(kRecordNew, new_);
+    record_.SetValue(kRecordDuplicates, duplicates_);
+    record_.SetValue(kRecordOverflow, overflow_);
+    for (int32_t i = kRecordOverflow + 1; i < kRecordInts; ++i) {
+      const int32_t t = i - kRecordNewSlots;
+      record_.SetValue(i, t >= 0 && t < kMaxQueryTokens ? new_slots_[t] : 0);
+    }
+  }
+
   // Slot within the part of an id that this step placed, or kNoWay.
-  __aicore__ inline int32_t find_placed(int32_t set, int32_t id) const {
-    for (uint32_t ways = sets_.placed(set); ways != 0; ways &= ways - 1) {
+  __aicore__ inline int32_t find_placed(int32_t set, uint32_t ways, int32_t id) const {
+    for (; ways != 0; ways &= ways - 1) {
       const int32_t slot = set * tiling_.ways + lowest_bit(ways);
       if (tags_.GetValue(slot) == id) return slot;
     }
@@ -291,6 +317,8 @@ class PlanSets {
     store(hands_gm_, first_set(), hands_buffer_.Get<uint8_t>(), tiling_.part_sets);
     store(states_gm_, (static_cast<uint64_t>(request_) * tiling_.sets + part_ * tiling_.part_sets) * tiling_.ways,
           states_, part_slots_);
+    store(empties_gm_, static_cast<uint64_t>(request_) * tiling_.sets * tiling_.ways / 8 + part_ * part_slots_ / 8,
+          empties_, part_slots_ / 8);
     store(records_gm_, item * kRecordInts, record_, kRecordInts);
     for (int32_t t = 0; t < query_; ++t) {
       store(values_gm_, (item * tiling_.max_query + t) * tiling_.width, values_[t * tiling_.padded_width],
@@ -328,6 +356,7 @@ class PlanSets {
   AscendC::GlobalTensor<int32_t> values_gm_;
   AscendC::GlobalTensor<int32_t> records_gm_;
   AscendC::GlobalTensor<uint8_t> states_gm_;
+  AscendC::GlobalTensor<uint8_t> empties_gm_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> tags_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> states_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> hands_buffer_;
@@ -339,12 +368,15 @@ class PlanSets {
   AscendC::TBuf<AscendC::TPosition::VECCALC> values_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> list_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> numbers_buffer_;
+  AscendC::TBuf<AscendC::TPosition::VECCALC> list_ids_buffer_;
+  AscendC::TBuf<AscendC::TPosition::VECCALC> short_slots_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> pending_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> hit_buffer_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> dropped_buffer_;
-  AscendC::TBuf<AscendC::TPosition::VECCALC> empty_buffer_;
+  AscendC::TBuf<AscendC::TPosition::VECCALC> empties_buffer_;
   AscendC::LocalTensor<int32_t> tags_;
   AscendC::LocalTensor<uint8_t> states_;
+  AscendC::LocalTensor<uint8_t> empties_;  // a bit for each slot
   AscendC::LocalTensor<int32_t> record_;
   AscendC::LocalTensor<uint16_t> age_bits_;
   AscendC::LocalTensor<uint16_t> needed_bits_;
@@ -353,7 +385,9 @@ class PlanSets {
   AscendC::LocalTensor<int32_t> ids_;
   AscendC::LocalTensor<int32_t> values_;
   AscendC::LocalTensor<int32_t> list_;
-  AscendC::LocalTensor<int32_t> numbers_;  // 0, 1, 2, ...
+  AscendC::LocalTensor<int32_t> list_ids_;  // ids of the list's positions
+  AscendC::LocalTensor<int32_t> numbers_;   // 0, 1, 2, ...
+  AscendC::LocalTensor<int16_t> short_slots_;
   AscendC::LocalTensor<uint8_t> pending_;
   AscendC::LocalTensor<uint8_t> hit_;
   int32_t part_slots_ = 0;
@@ -361,6 +395,13 @@ class PlanSets {
   int32_t part_ = 0;
   int32_t query_ = 0;
   int32_t stable_ = 0;
+  // Of the part that is being planned; the record's.
+  int32_t hit_positions_ = 0;
+  int32_t misses_ = 0;
+  int32_t new_ = 0;
+  int32_t duplicates_ = 0;
+  int32_t overflow_ = 0;
+  int32_t new_slots_[kMaxQueryTokens] = {};
 };
 
 }  // namespace kvoffload::ascendc

@@ -34,6 +34,8 @@ constexpr int32_t kTotalDisplaced = 3;
 constexpr int32_t kTotalDuplicates = 4;
 constexpr int32_t kTotalInvalid = 5;
 constexpr int32_t kTotalCount = 6;
+constexpr int32_t kTotalLength = 6;  // the request's tokens; -1: it has no plan, and zeros above
+constexpr int32_t kTotalRow = 7;     // its partition
 
 struct PlanArguments {
   GM_ADDR topk;             // int32 [T, K]
