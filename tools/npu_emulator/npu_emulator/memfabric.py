@@ -171,30 +171,30 @@ on_cpu(
 )
 
 
-class Scene(enum.Enum):
+class _Scene(enum.Enum):
     PRIVATE = 0
     SHARED = 1
 
 
-class OffloadConfig:
+class _Config:
     def __init__(self) -> None:
         self.device_id = self.reserve_size = self.alloc_size = self.rank_id = 0
         self.world_size = 1
-        self.scene = Scene.PRIVATE
+        self.scene = _Scene.PRIVATE
         self.store_url = ""
 
 
 class _Offload:
     """Host memory at one address in all ranks of an engine; `memfabric_hybrid.offload`."""
 
-    Scene, OffloadConfig = Scene, OffloadConfig
+    Scene, OffloadConfig = _Scene, _Config
 
     def __init__(self) -> None:
         self._base = self._used = self._bytes = 0
         self._file = -1
 
-    def initialize(self, config: OffloadConfig) -> int:
-        if self._base or config.scene is not Scene.SHARED or config.reserve_size % (1 << 30):
+    def initialize(self, config: _Config) -> int:
+        if self._base or config.scene is not _Scene.SHARED or config.reserve_size % (1 << 30):
             return -1
         host, port = config.store_url.removeprefix("tcp://").rsplit(":", 1)
         base = POOLS + int(port) * POOL_SPACING
