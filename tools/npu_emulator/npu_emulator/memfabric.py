@@ -132,7 +132,7 @@ def _read(process: int, regions: list[list[int]], spans: list[tuple[int, int, in
     ours = [(host_view(address), nbytes) for address, _, nbytes in spans]
     for first in range(0, len(spans), MAX_VECTORS):
         mine, other = ours[first : first + MAX_VECTORS], theirs[first : first + MAX_VECTORS]
-        vectors = [(_Vector * len(part))(*part) for part in (mine, other)]
+        vectors = [(_Vector * len(part))(*(_Vector(*pair) for pair in part)) for part in (mine, other)]
         got = _libc.process_vm_readv(process, vectors[0], len(mine), vectors[1], len(other), 0)
         if got != sum(nbytes for _, nbytes in mine):
             return -3
