@@ -39,9 +39,10 @@ from tests.ascend.adapter_model import (
     patch_tables,
 )
 from tests.ascend.kernel_stand_ins import CoreKernels
+from tests.ascend.simulated_device import Device, on_npu, syncs
 from tests.ascend.simulated_npu import install
 from vllm_kvoffload.platforms.ascend.attention import KVOffloadSFABackend
-from vllm_kvoffload.platforms.ascend.offload import describe_pass
+from vllm_kvoffload.platforms.ascend.offload import describe_pass, describe_passes
 from vllm_kvoffload.platforms.ascend.runner import KVOffloadNPUModelRunner
 from vllm_kvoffload.platforms.runner import DraftModel
 from vllm_kvoffload.sparse.manager import SparseKVManager
@@ -396,13 +397,13 @@ def test_the_passes_are_read_before_the_first_one_runs(monkeypatch: pytest.Monke
     engine.step(made)
     metadata, read = engine.draft_metadata(made), []
 
-    def describe(one: Any) -> Any:
-        read.append(len(engine.model.seen))
-        return describe_pass(one)
+    def describe(passes: Any) -> Any:
+        read.append((len(passes), len(engine.model.seen)))
+        return describe_passes(passes)
 
-    monkeypatch.setattr("vllm_kvoffload.platforms.ascend.offload.describe_pass", describe)
+    monkeypatch.setattr("vllm_kvoffload.platforms.ascend.offload.describe_passes", describe)
     engine.draft(made, metadata)
-    assert read == [0, 0, 0]
+    assert read == [(3, 0)]
     engine.adapter.close()
 
 
@@ -502,6 +503,28 @@ def test_a_pass_is_read_off_real_metadata() -> None:
     assert torch.equal(batch.block_table, step["blocks"])
     assert batch.block_size == BLOCK
     assert made.causal_ends.tolist() == [6, 7, 8, 1, 2]
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_host_waits_once_for_the_inputs_of_all_passes(wide: bool) -> None:
+    passes = []
+    for lengths in ({"a": (5, 3), "b": (0, 2)}, {"a": (7, 1)}):
+        step = make_step(lengths)
+        metadata = make_builder().build(0, common_metadata(step, 3, Setup()))
+        for name in ("seq_lens", "block_table", "slot_mapping"):
+            tensor = getattr(metadata, name)
+            widened = tensor.long() if wide and name == "slot_mapping" else tensor
+            setattr(metadata, name, on_npu(widened))
+        passes.append((metadata, step))
+    syncs.take()
+    with Device():
+        made = describe_passes([metadata for metadata, _ in passes])
+    assert syncs.take() == ["cpu"]
+    for (_, step), one in zip(passes, made, strict=True):
+        assert torch.equal(one.batch.slot_mapping, step["slots"])
+        assert torch.equal(one.batch.block_table, step["blocks"])
+        assert one.batch.block_table.dtype == step["blocks"].dtype
+    assert [one.batch.seq_lens.tolist() for one in made] == [[8, 2], [8]]
 
 
 def test_layers_with_and_without_indexer_have_specs_that_differ() -> None:

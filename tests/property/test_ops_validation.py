@@ -149,6 +149,25 @@ def test_residency_refuses_mismatched_tensors(field: str) -> None:
         ops.Residency(**(tensors | {field: tensors[field].flatten()[:1]}), policy="rrip")
 
 
+def test_a_partition_is_reset_in_all_groups() -> None:
+    """And no other; each group's tensors are contiguous and begin on a line, as on a device."""
+    residencies = ops.Residencies(3, 5, 32, 16)
+    tensors = [(t.tags, t.ages, t.hands, t.high) for t in residencies.groups]
+    for group in tensors:
+        for tensor in group:
+            assert tensor.is_contiguous()
+            assert tensor.storage_offset() * tensor.dtype.itemsize % 64 == 0
+            tensor.fill_(7)
+    residencies.reset_partition(3)
+    for group in tensors:
+        for tensor, empty in zip(group, (-1, 0, 0, 0), strict=True):
+            assert [tensor[row].unique().tolist() for row in range(5)] == [
+                [empty] if row == 3 else [7] for row in range(5)
+            ]
+    with pytest.raises(IndexError):
+        residencies.reset_partition(5)
+
+
 def test_residency_accounting() -> None:
     residency = ops.Residency.allocate(2, 64, 16)
     assert residency.policy == ops.DEFAULT_POLICY

@@ -26,6 +26,7 @@ from vllm_kvoffload.ops.types import (
     STATS,
     Kind,
     PlanOut,
+    Residencies,
     Residency,
     Workspace,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "STATS",
     "Kind",
     "PlanOut",
+    "Residencies",
     "Residency",
     "Workspace",
     "available_isas",

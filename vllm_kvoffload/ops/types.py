@@ -7,6 +7,7 @@ Symbols: R partitions, one for each decoding request, P slots per partition, W w
 from __future__ import annotations
 
 from enum import IntEnum
+from math import prod
 from typing import Final, TypeVar
 
 import torch
@@ -15,6 +16,8 @@ from vllm_kvoffload.ops import _C
 from vllm_kvoffload.policies import DEFAULT_PLACEMENT, DEFAULT_POLICY, PLACEMENT_TABLE
 
 DEFAULT_WAYS: Final = 16
+LINE_INTS: Final = 16
+"""int32 per line of 64 bytes."""
 # Names of the entries of PlanOut.stats, in order.
 STATS: Final = ("hits", "misses", "new", "displaced", "duplicates", "invalid")
 
@@ -98,26 +101,8 @@ class Residency:
         placement: str = DEFAULT_PLACEMENT,
     ) -> Residency:
         """An empty residency. ``slots_per_partition`` must be W times a power of two."""
-        if ways not in {16, 32}:
-            raise ValueError(f"ways: must be 16 or 32, got {ways}")
-        if placement not in PLACEMENT_TABLE:
-            raise ValueError(f"placement: must be one of {', '.join(PLACEMENT_TABLE)}, got {placement!r}")
-        groups = slots_per_partition // ways
-        if groups < 1 or groups * ways != slots_per_partition or groups & (groups - 1):
-            raise ValueError(
-                f"slots_per_partition: must be {ways} times a power of two, got {slots_per_partition}; "
-                "change topk_buffer_size"
-            )
-        set_ways = PLACEMENT_TABLE[placement].set_ways(ways)
-        sets = slots_per_partition // set_ways
-        return cls(
-            torch.full((num_partitions, sets, set_ways), -1, dtype=torch.int32, device=device),
-            torch.zeros((num_partitions, sets, set_ways), dtype=torch.uint8, device=device),
-            torch.zeros((num_partitions, sets), dtype=torch.uint8, device=device),
-            torch.zeros(num_partitions, dtype=torch.int32, device=device),
-            policy,
-            placement,
-        )
+        made = Residencies(1, num_partitions, slots_per_partition, ways, policy, device, placement)
+        return made.groups[0]
 
     @property
     def handle(self) -> _C.Residency:
@@ -157,6 +142,71 @@ class Residency:
         self.ages[partition].zero_()
         self.hands[partition].zero_()
         self.high[partition] = 0
+
+
+def _side_by_side(
+    count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """Zeros [count, *shape], each contiguous and on a line of its own, as a device's kernels need it."""
+    elements, line = prod(shape), LINE_INTS * 4 // dtype.itemsize
+    padded = torch.zeros((count, -(-elements // line) * line), dtype=dtype, device=device)
+    return padded[:, :elements].view(count, *shape)
+
+
+class Residencies:
+    """The empty residencies of several index groups, side by side.
+
+    A partition is cleared in all of them by four operations, however many groups there are.
+
+    Attributes:
+        groups: one :class:`Residency` for each.
+
+    Args:
+        num_groups: G. num_partitions: R. slots_per_partition: W times a power of two.
+
+    Raises ``ValueError`` for ways, slots or a placement that no residency can have.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_partitions: int,
+        slots_per_partition: int,
+        ways: int = DEFAULT_WAYS,
+        policy: str = DEFAULT_POLICY,
+        device: torch.device | str = "cpu",
+        placement: str = DEFAULT_PLACEMENT,
+    ) -> None:
+        if ways not in {16, 32}:
+            raise ValueError(f"ways: must be 16 or 32, got {ways}")
+        if placement not in PLACEMENT_TABLE:
+            raise ValueError(f"placement: must be one of {', '.join(PLACEMENT_TABLE)}, got {placement!r}")
+        whole_sets = slots_per_partition // ways
+        if whole_sets < 1 or whole_sets * ways != slots_per_partition or whole_sets & (whole_sets - 1):
+            raise ValueError(
+                f"slots_per_partition: must be {ways} times a power of two, got {slots_per_partition}; "
+                "change topk_buffer_size"
+            )
+        set_ways = PLACEMENT_TABLE[placement].set_ways(ways)
+        shape = (num_partitions, slots_per_partition // set_ways, set_ways)
+        self._tags = _side_by_side(num_groups, shape, torch.int32, device).fill_(-1)
+        self._ages = _side_by_side(num_groups, shape, torch.uint8, device)
+        self._hands = _side_by_side(num_groups, shape[:2], torch.uint8, device)
+        self._high = _side_by_side(num_groups, shape[:1], torch.int32, device)
+        self.groups: Final = [
+            Residency(tags, ages, hands, high, policy, placement)
+            for tags, ages, hands, high in zip(self._tags, self._ages, self._hands, self._high, strict=True)
+        ]
+
+    def reset_partition(self, partition: int) -> None:
+        """Clears one partition in every group for its next request.
+
+        Raises ``IndexError`` if there is no such partition.
+        """
+        self._tags[:, partition].fill_(-1)
+        self._ages[:, partition].zero_()
+        self._hands[:, partition].zero_()
+        self._high[:, partition].zero_()
 
 
 class PlanOut:

@@ -56,11 +56,12 @@ class HotPool:
         ]
         self._group_of = [geometry.group_of(layer).index for layer in range(geometry.num_layers)]
         self._row_nbytes = geometry.num_layers * num_partitions * num_slots * geometry.main_row_bytes
+        self._residencies = ops.Residencies(
+            len(geometry.groups), num_partitions, num_slots, ways, policy, device, placement
+        )
         self.groups = [
-            GroupPool(
-                group, ops.Residency.allocate(num_partitions, num_slots, ways, policy, device, placement)
-            )
-            for group in geometry.groups
+            GroupPool(group, residency)
+            for group, residency in zip(geometry.groups, self._residencies.groups, strict=True)
         ]
 
     def pool_of(self, layer: int) -> GroupPool:
@@ -69,8 +70,7 @@ class HotPool:
 
     def reset_partition(self, partition: int) -> None:
         """Clears a partition's residency in every group, so that its next owner starts cold."""
-        for pool in self.groups:
-            pool.residency.reset_partition(partition)
+        self._residencies.reset_partition(partition)
 
     def forget_beyond(self, partition: int, length: int, layers: range) -> None:
         """Clears a partition's residency in groups of ``layers`` that may hold positions >= ``length``."""

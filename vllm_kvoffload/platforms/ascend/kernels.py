@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import pad
 
 from vllm_kvoffload import ops
+from vllm_kvoffload.ops.types import LINE_INTS
 from vllm_kvoffload.platforms.ascend.operators import KERNELS_ENV, library_path
 from vllm_kvoffload.platforms.ascend.rows import PortableRows, Scatter, SplitRows, check_range
 from vllm_kvoffload.runtime.base import Event
@@ -23,8 +24,6 @@ from vllm_kvoffload.settings.errors import ConfigError
 from vllm_kvoffload.sparse.stats import OffloadStats
 from vllm_kvoffload.sparse.step_state import StepState
 
-LINE_INTS = 16
-"""int32 per line of 64 bytes; the kernels require every tensor to start on a line."""
 FETCHED, REFUSED = 0, 1  # columns of a report
 
 
@@ -51,7 +50,10 @@ def load_kernels() -> Any:
 
 
 def starts_of(sizes: Iterable[int]) -> list[int]:
-    """Returns the offsets of consecutive int32 tensors of these sizes, each line-aligned, and their end."""
+    """Returns the offsets of consecutive int32 tensors of these sizes, and their end.
+
+    Each starts on a line, as the kernels require.
+    """
     return list(accumulate((-(-size // LINE_INTS) * LINE_INTS for size in sizes), initial=0))
 
 

@@ -154,7 +154,7 @@ class AscendOffload(WorkerOffload[AscendPass]):
         """Upstream has the metadata of all draft passes before the first one runs, and lists them in the
         context. All are read then: later the host would wait for the pass before."""
         if index == 0:
-            self._drafts = [self.describe(metadata) for metadata in context.draft_attn_metadatas]
+            self._drafts = describe_passes([next(iter(one.values())) for one in context.draft_attn_metadatas])
         return self._drafts[index]
 
     @contextmanager
@@ -202,25 +202,62 @@ class AscendOffload(WorkerOffload[AscendPass]):
 
 
 def describe_pass(metadata: Any) -> AscendPass:
-    """Derives a pass, without padding, from a layer's ``KVOffloadSFAMetadata``.
+    """:func:`describe_passes` of one."""
+    return describe_passes([metadata])[0]
+
+
+def describe_passes(metadatas: Sequence[Any]) -> list[AscendPass]:
+    """Derives passes, without padding, each from a layer's ``KVOffloadSFAMetadata``.
 
     Lengths come from the device: with drafts, upstream's host copy may be too high. The host needs them,
-    so it waits for the pass's input tensors.
+    so it waits for the passes' input tensors, once for all of them.
     """
-    tokens = int(metadata.num_actual_tokens)
+    there: list[torch.Tensor] = []
+    for metadata in metadatas:
+        requests = _num_requests(metadata)
+        there += [
+            metadata.seq_lens[:requests],
+            metadata.block_table[:requests],
+            metadata.slot_mapping[: int(metadata.num_actual_tokens)],
+        ]
+    here = read_together(there)
+    return [
+        _pass_of(metadata, *here[3 * i : 3 * i + 3])  # lengths, blocks, slots
+        for i, metadata in enumerate(metadatas)
+    ]
+
+
+def read_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies integer tensors of a device to the host by one blocking copy. Shapes stay; types may widen."""
+    kinds = {tensor.dtype for tensor in tensors}
+    kind = kinds.pop() if len(kinds) == 1 else torch.int64
+    packed = torch.cat([tensor.reshape(-1).to(kind) for tensor in tensors]).cpu()
+    pieces = packed.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
+def _num_requests(metadata: Any) -> int:
+    """Requests that have tokens; the rest is padding."""
     starts = metadata.query_start_loc.numpy()
-    requests = int(np.searchsorted(starts[:-1], tokens, side="left"))  # the rest is padding
+    return int(np.searchsorted(starts[:-1], int(metadata.num_actual_tokens), side="left"))
+
+
+def _pass_of(
+    metadata: Any, lengths: torch.Tensor, block_table: torch.Tensor, slots: torch.Tensor
+) -> AscendPass:
     batch = StepBatch(
-        query_start_loc=starts[: requests + 1].astype(np.int32),
-        seq_lens=metadata.seq_lens[:requests].cpu().numpy().astype(np.int32),
-        block_table=metadata.block_table[:requests].cpu(),
-        slot_mapping=metadata.slot_mapping[:tokens].cpu().long(),
+        query_start_loc=metadata.query_start_loc.numpy()[: len(lengths) + 1].astype(np.int32),
+        seq_lens=lengths.numpy().astype(np.int32),
+        block_table=block_table.to(metadata.block_table.dtype),
+        slot_mapping=slots.long(),
         block_size=metadata.block_size,
     )
     ends = np.repeat(batch.computed - batch.query_start_loc[:-1] + 1, batch.query_lens)
     ends += np.arange(len(ends), dtype=ends.dtype)
-    there = torch.from_numpy(ends.astype(np.int32)).to(metadata.slot_mapping.device)
-    return AscendPass(batch, there)
+    device, causal_ends = metadata.slot_mapping.device, torch.from_numpy(ends.astype(np.int32))
+    if device.type != "cpu":  # from pageable memory the host would wait for the copy
+        causal_ends = causal_ends.pin_memory()
+    return AscendPass(batch, causal_ends.to(device, non_blocking=True))
 
 
 def open_parts(

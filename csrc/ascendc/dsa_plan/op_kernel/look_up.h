@@ -3,6 +3,7 @@
 // ways leaves. No scalar touches an id, and the scalar unit waits once for all rounds of a query token.
 #pragma once
 
+#include "../../common/numbers.h"
 #include "../../common/order.h"
 #include "plan_values.h"
 
@@ -69,8 +70,7 @@ class LookUp {
     AscendC::Duplicate(set_bits_, tiling_.sets - 1, kLookUpIds);
     AscendC::Duplicate(part_set_bits_, tiling_.part_sets - 1, kLookUpIds);
     // 1 to 8 in each block.
-    AscendC::CreateVecIndex(gathered_, 0, kLanes);
-    AscendC::PipeBarrier<PIPE_V>();
+    number(gathered_, 0, kLanes);
     AscendC::ShiftRight(broadcast_, gathered_, 3, kLanes);
     AscendC::PipeBarrier<PIPE_V>();
     AscendC::ShiftLeft(broadcast_, broadcast_, 3, kLanes);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../common/copy.h"
+#include "../../common/numbers.h"
 #include "../../common/order.h"
 #include "plan_values.h"
 
@@ -59,8 +60,7 @@ class PlanKinds {
   __aicore__ inline void init_constants(const AscendC::LocalTensor<int32_t>& scratch) {
     for (int32_t half = 0; half < 2; ++half) {
       AscendC::LocalTensor<int32_t> offsets = offsets_[half * kRound];
-      AscendC::CreateVecIndex(offsets, half * kRound, kRound);
-      AscendC::PipeBarrier<PIPE_V>();
+      number(offsets, half * kRound, kRound);
       AscendC::ShiftRight(scratch, offsets, 1, kRound);  // i
       AscendC::PipeBarrier<PIPE_V>();
       AscendC::ShiftLeft(bounded_, scratch, 1, kRound);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../../common/id_table.h"
+#include "../../common/numbers.h"
 #include "plan_kinds.h"
 #include "plan_request.h"
 #include "set_state.h"
@@ -59,7 +60,7 @@ class PlanRows {
     slots_ = lists[2 * width];
     list_ = lists[3 * width];
     mask_ = mask_buffer_.Get<uint8_t>();
-    AscendC::CreateVecIndex(numbers_, 0, width);
+    number(numbers_, 0, width);
     AscendC::Duplicate(ids_, -1, positions);    // behind the ids of each token
     AscendC::Duplicate(values_, 0, positions);  // and behind their values
   }

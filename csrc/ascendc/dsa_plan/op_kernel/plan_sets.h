@@ -74,7 +74,7 @@ class PlanSets {
     short_slots_ = short_slots_buffer_.Get<int16_t>();
     pending_ = pending_buffer_.Get<uint8_t>();
     hit_ = hit_buffer_.Get<uint8_t>();
-    AscendC::CreateVecIndex(numbers_, 0, tiling_.list_entries);
+    number(numbers_, 0, tiling_.list_entries);
     AscendC::Duplicate(ids_, -1, positions);  // stays behind the ids of each token
     KVOFFLOAD_ORDER(V_MTE2);
   }

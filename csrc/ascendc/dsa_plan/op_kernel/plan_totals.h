@@ -36,9 +36,8 @@ class PlanTotals {
       AscendC::Duplicate(totals_, 0, kRequests * kRecordInts);  // behind the last request
       KVOFFLOAD_ORDER(V_MTE2);
       load(totals_, totals_gm_, static_cast<uint64_t>(first) * kRecordInts, count * kRecordInts);
-      KVOFFLOAD_ORDER(MTE2_S);
       KVOFFLOAD_ORDER(MTE2_V);
-      add_stats();
+      add_stats();  // after it the scalar unit may read the totals, too
       for (int32_t at = 0; at < count; ++at) add(first + at, at);
       KVOFFLOAD_ORDER(S_MTE3);
       store(miss_counts_gm_, first, counts_, count);
