@@ -232,7 +232,7 @@ def read_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     kinds = {tensor.dtype for tensor in tensors}
     kind = kinds.pop() if len(kinds) == 1 else torch.int64
     packed = torch.cat([tensor.reshape(-1).to(kind) for tensor in tensors]).cpu()
-    pieces = packed.split([tensor.numel() for tensor in tensors])
+    pieces = torch.split(packed, [tensor.numel() for tensor in tensors])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
