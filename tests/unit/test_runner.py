@@ -1,5 +1,5 @@
-"""What the runners of all platforms share: when steps and draft passes begin, and what is waited for before
-blocks are filled from outside; and the tensors of layers that share memory."""
+"""What the runners of all platforms share: when steps and draft passes begin, what is waited for before blocks
+are filled from outside, and the blocks that a step lost; and the tensors of layers that share memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed import kv_transfer
 from vllm.forward_context import override_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -53,6 +54,9 @@ class Offload(WorkerOffload[ForwardPass]):
         self.manager = self.told  # type: ignore[assignment]
         self._runtime = runtime
 
+    def publish(self) -> None:
+        self.told.calls.append("published")
+
     def describe(self, attn_metadata: Any) -> ForwardPass:
         (requests,) = attn_metadata.values()
         return ForwardPass(SimpleNamespace(num_requests=requests, named=tuple))  # type: ignore[arg-type]
@@ -73,6 +77,9 @@ class Upstream:
     def _dummy_run(self, metadata: Any) -> list[Any]:
         with context(metadata):
             return [self._model_forward(), self.drafter.model()]
+
+    def sample_tokens(self, output: Any) -> Any:
+        return output
 
     def _update_states(self, scheduler_output: Any) -> None:
         for source, target in scheduler_output.kv_cache_block_copies or ():
@@ -216,6 +223,29 @@ def test_ranks_wait_for_each_other_only_before_blocks_are_filled_from_outside(
     runner._update_states(output(finished_req_ids={"a"}, preempted_req_ids={"b"}, **values))
     assert len(met) == expected
     assert runner.offload.told.calls == [("release", ["a"]), ("release", ["b"])]
+
+
+# --------------------------------------------------------------------------------------------- lost blocks
+
+
+@pytest.mark.parametrize("with_offload", [True, False])
+@pytest.mark.parametrize("connector", [True, False])
+def test_blocks_that_a_step_lost_are_in_its_own_result(
+    with_offload: bool, connector: bool, runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with drafts ends the connector's step after vLLM has asked for them."""
+    group = SimpleNamespace(get_block_ids_with_load_errors=lambda: {5})
+    monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: group)
+    monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: connector)
+    told = runner.offload.told
+    if not with_offload:
+        runner.offload = None
+    reported = SimpleNamespace(invalid_block_ids={3})
+    result = SimpleNamespace(kv_connector_output=reported)
+    assert runner.sample_tokens(result) is result
+    assert reported.invalid_block_ids == ({3, 5} if connector else {3})
+    assert runner.sample_tokens(None) is None  # a step without output, as in a pipeline
+    assert told.calls == ["published"] * (2 * with_offload)
 
 
 # ------------------------------------------------------------------------------------------- shared caches
