@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvoffload.proxy import sse
-from vllm_kvoffload.proxy.balance import COOL_DOWN, Demand, Health, Load, Pool
+from vllm_kvoffload.proxy.balance import COOL_DOWN, Demand, Health, Instance, Load, Pool, fits, mismatched
 from vllm_kvoffload.proxy.calls import parse_call, prefix_hashes
 from vllm_kvoffload.proxy.errors import HttpFailure, NoInstanceError, RequestRefused
 from vllm_kvoffload.proxy.http_client import request_bytes
@@ -244,6 +244,37 @@ def test_prefix_affinity_until_the_load_says_otherwise() -> None:
     assert others != {first.instance}, "a busy engine loses a request that it would have cached"
     first.instance.restarted()
     assert first.instance.matched_tokens(demand) == 0
+
+
+def test_what_is_known_of_a_pair_ends_with_the_process() -> None:
+    """A restarted engine may have another model, layout and transfer engine."""
+
+    def pair() -> tuple[Instance, Instance]:
+        prefill = Instance("prefill", Address("p", 1))
+        decode = Instance("decode", Address("d", 2))
+        decode.learn_layout("a", 100.0)
+        return prefill, decode
+
+    prefill, decode = pair()
+    prefill.learn_layout("b", 100.0)
+    assert not fits(prefill, decode, 99.0)
+    assert fits(prefill, decode, 100.0), "a layout is known for a while"
+    prefill.restarted()
+    assert fits(prefill, decode, 99.0)
+    prefill.learn_layout("b", 100.0)
+    prefill.proven.add(decode.address)
+    assert fits(prefill, decode, 99.0), "what was received counts more than what others report"
+    prefill.restarted()
+    prefill.learn_layout("b", 100.0)
+    assert not fits(prefill, decode, 99.0)
+
+    prefill, decode = pair()
+    prefill.proven.add(decode.address)
+    mismatched(prefill, decode, "", 0.0)  # a refusal without a digest concerns this pair only
+    assert not fits(prefill, decode, 1.0)
+    assert prefill.layout(1.0) == ""
+    prefill.restarted()
+    assert fits(prefill, decode, 1.0)
 
 
 def test_health() -> None:
