@@ -1,5 +1,5 @@
-"""What the runners of all platforms share: when steps and draft passes begin, what is waited for before blocks
-are filled from outside, and the blocks that a step lost; and the tensors of layers that share memory."""
+"""What the runners of all platforms share: when steps and draft passes begin, what is waited for before
+blocks are filled from outside, and the blocks that a step lost; tensors of layers that share memory."""
 
 from __future__ import annotations
 
