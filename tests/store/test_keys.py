@@ -51,7 +51,8 @@ def test_models_of_one_name_in_different_places_differ() -> None:
 )
 def test_keys_fit_whatever_the_names(model: str, request: str, block_hash: bytes, index: int) -> None:
     space = replace(SPACE, model=model)
-    for key in (space.key(block_hash), space.partial(request, index, index), space.manifest_key):
+    full = (space.key(block_hash), space.key(block_hash, "g" * 16))
+    for key in (*full, space.partial(request, index, index), space.manifest_key):
         assert 0 < len(key) <= MAX_KEY_CHARS
         assert key.isascii()
         assert key.isprintable()
@@ -61,6 +62,20 @@ def test_keys_fit_whatever_the_names(model: str, request: str, block_hash: bytes
 @given(st.lists(st.tuples(st.text(max_size=80), st.integers(0, 300), st.integers(0, 300)), unique=True))
 def test_partial_keys_differ(parts: list[tuple[str, int, int]]) -> None:
     assert len({SPACE.partial(*part) for part in parts}) == len(parts)
+
+
+def test_a_generation_has_keys_of_its_own() -> None:
+    """What was stored before a reset is not found after it."""
+    generations = ["", "1", "2", "a" * 16]
+    keys = {SPACE.key(HASH, generation) for generation in generations}
+    assert len(keys) == len(generations)
+    assert all(key.startswith(SPACE.prefix) and key.endswith(HASH.hex()) for key in keys)
+
+
+@pytest.mark.parametrize("generation", ["a" * 17, "a.b", "a b", "\u0661"])
+def test_odd_generations_are_refused(generation: str) -> None:
+    with pytest.raises(ValueError, match="expected up to 16 letters and digits"):
+        SPACE.key(HASH, generation)
 
 
 @pytest.mark.parametrize("block_hash", [b"", bytes(65)])
